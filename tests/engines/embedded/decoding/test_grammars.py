@@ -18,7 +18,6 @@ from kvlinker.engines.embedded.decoding.grammars import (
     MOST_COMPILED,
     GrammarGuide,
     GrammarGuides,
-    MaskWorker,
 )
 from kvlinker.linking import parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
@@ -315,17 +314,17 @@ def test_masks_wait_for_the_next_step_or_for_who_needs_one():
 
 
 def test_a_mask_that_panics_leaves_the_others():
-    worker = MaskWorker()
+    guides = GrammarGuides(loaded_model("llama"))
 
     def panics():
         raise KeyboardInterrupt  # as a panic in Rust, no Exception
 
-    first, other = worker.put_off(panics), worker.put_off(lambda: None)
-    worker.start()
+    first, other = guides.put_off(panics), guides.put_off(lambda: None)
+    guides.start()
     with pytest.raises(KeyboardInterrupt):
         first.result(10)
     assert other.result(10) is None
-    worker.close()
+    guides.close()
 
 
 class Panic(BaseException):

@@ -33,14 +33,17 @@ Mask = NDArray[np.bool_] | None
 
 
 class GrammarGuides:
-    """Makes guides for the answers of one model. Any thread may use it."""
+    """Makes guides for the answers of one model, and computes their masks in a thread, one after
+    the other: at once, or together with all others of the next step. Any thread may use it."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._preparing = threading.Lock()
         self._keeping = threading.Lock()
         self._compiled: OrderedDict[AnswerGrammar, LLMatcher] = OrderedDict()  # last used last
-        self._worker = MaskWorker()
+        self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
+        self._put_off: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+        self.vocabulary = loaded.vocabulary
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
         """Compile a grammar, and return what makes a guide for one answer that follows it.
@@ -49,29 +52,47 @@ class GrammarGuides:
         be enforced; and EngineClosedError.
         """
         check_enforceable(grammar)
-        matcher = self._matcher(grammar)
-        forget = partial(self._forget, grammar, matcher)
-        vocabulary = self._loaded.vocabulary
-        return lambda: GrammarGuide(
-            matcher.deep_copy(), grammar, vocabulary, self._worker, failed=forget
-        )
+        return partial(GrammarGuide, self, grammar, self._matcher(grammar))
+
+    def submit(self, work: Callable[[], Mask]) -> Future[Mask]:
+        """Have a mask computed now. Any thread may call it. Raises EngineClosedError."""
+        try:
+            return self._thread.submit(work)
+        except RuntimeError:  # it was shut down
+            raise engine_closed() from None
+
+    def put_off(self, work: Callable[[], Mask]) -> Future[Mask]:
+        """Have a mask computed after ``start``. For the engine's thread."""
+        future: Future[Mask] = Future()
+        self._put_off.append((future, work))
+        return future
 
     def start(self) -> None:
-        """Have the masks computed that are wanted after the step that begins. For the engine's
-        thread."""
-        self._worker.start()
+        """Begin what was put off: the masks that are wanted after the step that begins. For the
+        engine's thread. Raises EngineClosedError."""
+        if self._put_off:
+            together, self._put_off = self._put_off, []
+            try:
+                self._thread.submit(_compute, together)
+            except RuntimeError:
+                raise engine_closed() from None
+
+    def forget(self, grammar: AnswerGrammar, matcher: LLMatcher) -> None:
+        """Keep a matcher no longer that has failed: its copies share its lexer, which takes no more
+        once it has made too many states for one of them."""
+        with self._keeping:
+            if self._compiled.get(grammar) is matcher:
+                del self._compiled[grammar]
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
-        self._worker.close()
+        self._thread.shutdown()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, which takes up to a second to make."""
         backend = self._loaded.tokenizer.backend_tokenizer
-        size = max(
-            self._loaded.vocabulary, 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        )
+        size = max(self.vocabulary, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
         return LLTokenizer(
             backend.to_str(), n_vocab=size, eos_token=sorted(self._loaded.eos_token_ids)
         )
@@ -89,13 +110,6 @@ class GrammarGuides:
             if len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
-
-    def _forget(self, grammar: AnswerGrammar, matcher: LLMatcher) -> None:
-        """Keep a matcher no longer that has failed: its copies share its lexer, which takes no more
-        once it has made too many states for one of them."""
-        with self._keeping:
-            if self._compiled.get(grammar) is matcher:
-                del self._compiled[grammar]
 
     def _compile(self, grammar: AnswerGrammar) -> LLMatcher:
         with self._preparing:
@@ -119,41 +133,6 @@ class GrammarGuides:
         return matcher
 
 
-class MaskWorker:
-    """Computes masks in a thread, one after the other: at once, or together with all others of the
-    next step."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
-        self._put_off: list[tuple[Future[Mask], Callable[[], Mask]]] = []
-
-    def submit(self, work: Callable[[], Mask]) -> Future[Mask]:
-        """Have a mask computed now. Any thread may call it. Raises EngineClosedError."""
-        try:
-            return self._thread.submit(work)
-        except RuntimeError:  # it was shut down
-            raise engine_closed() from None
-
-    def put_off(self, work: Callable[[], Mask]) -> Future[Mask]:
-        """Have a mask computed after ``start``. For the engine's thread."""
-        future: Future[Mask] = Future()
-        self._put_off.append((future, work))
-        return future
-
-    def start(self) -> None:
-        """Begin what was put off. For the engine's thread. Raises EngineClosedError."""
-        if self._put_off:
-            together, self._put_off = self._put_off, []
-            try:
-                self._thread.submit(_compute, together)
-            except RuntimeError:
-                raise engine_closed() from None
-
-    def close(self) -> None:
-        """Stop the thread. Idempotent."""
-        self._thread.shutdown()
-
-
 def _compute(together: Iterable[tuple[Future[Mask], Callable[[], Mask]]]) -> None:
     for future, work in together:
         try:
@@ -165,23 +144,13 @@ def _compute(together: Iterable[tuple[Future[Mask], Callable[[], Mask]]]) -> Non
 class GrammarGuide:
     """Follows one answer through its grammar. Only the engine's thread uses it, once it is made."""
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        grammar: AnswerGrammar,
-        vocabulary: int,
-        worker: MaskWorker,
-        *,
-        failed: Callable[[], None],
-    ) -> None:
-        """``matcher`` follows the ``grammar``. ``worker`` computes the masks; it calls ``failed``
-        once the matcher has come to a state in which it computes none."""
-        self._matcher = matcher
+    def __init__(self, guides: GrammarGuides, grammar: AnswerGrammar, compiled: LLMatcher) -> None:
+        """``compiled`` is the grammar at its beginning. ``guides`` has the masks computed."""
+        self._guides = guides
         self._grammar = grammar
-        self._vocabulary = vocabulary
-        self._worker = worker
-        self._failed = failed
-        self._next = worker.submit(self._mask)
+        self._compiled = compiled
+        self._matcher = compiled.deep_copy()
+        self._next = guides.submit(self._mask)
 
     def allowed(self) -> Mask:
         """Return the tokens that may come next, as soon as they are known.
@@ -190,7 +159,7 @@ class GrammarGuide:
         and KVLinkerError where that panics.
         """
         if not self._next.done():
-            self._worker.start()  # it may have been put off
+            self._guides.start()  # it may have been put off
         try:
             return self._next.result()
         except Exception:
@@ -201,7 +170,7 @@ class GrammarGuide:
     def accept(self, token: int) -> None:
         """Note the token that came, which must be one of those allowed, and have the next mask
         computed together with others of the step."""
-        self._next = self._worker.put_off(partial(self._follow, token))
+        self._next = self._guides.put_off(partial(self._follow, token))
 
     def completed_by(self, token: int) -> bool:
         """Note the last token, which must be one of those allowed, and return whether the answer
@@ -216,12 +185,12 @@ class GrammarGuide:
     def _mask(self) -> Mask:
         mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self._failed()
+            self._guides.forget(self._grammar, self._compiled)
             raise unfollowable(self._grammar, self._matcher.get_error())
         if self._matcher.is_stopped():
             return None
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-        return bits[: self._vocabulary].view(np.bool_)
+        return bits[: self._guides.vocabulary].view(np.bool_)
 
 
 def _panicked(error: BaseException) -> KVLinkerError:
