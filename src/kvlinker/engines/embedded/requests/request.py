@@ -106,7 +106,7 @@ class Request(ABC):
         """The predicted seconds of computing the rest of its prompt."""
 
         self.gave_way = False
-        """True if it once gave its slots up to another tenant's request."""
+        """True if it once gave its slots up to a request that waited for them."""
 
         self.urgent = False
         """True if an answer waits for it."""

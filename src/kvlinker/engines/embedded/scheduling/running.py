@@ -72,14 +72,12 @@ class RunningRequests:
             while request.state is RequestState.RUNNING and not self.slots.grow(
                 sequence_of(request)
             ):
-                self._preempt(self._in_background or self.requests[-1])
+                self._preempt(next(iter(self._in_background), self.requests[-1]))
 
     @property
-    def _in_background(self) -> Request | None:
-        """The background request that holds slots; None if none does."""
-        return next(
-            (request for request in self.requests if request.kind is ResultKind.BACKGROUND), None
-        )
+    def _in_background(self) -> list[Request]:
+        """The background request that holds slots, if one does."""
+        return [request for request in self.requests if request.kind is ResultKind.BACKGROUND]
 
     def _preempt(self, request: Request) -> None:
         self._move(request, RequestState.PREEMPTED)
@@ -133,18 +131,22 @@ class RunningRequests:
         """Admit one of the answers; False if none of those that may be next fits."""
         candidates = self._admission.next_answers(queue, self.requests)
         admitted = next(filter(self._admit_one, candidates), None)
-        if admitted is None and self._make_way(candidates[0]):
-            admitted = candidates[0]
         if admitted is None:
-            return False
+            admitted = candidates[0]
+            if not self._admit_without(giving_way(admitted, self.requests), admitted):
+                return False
         if self._admission.pass_on(admitted, queue):
             self._waiting[ResultKind.ANSWER].disorder()
         return True
 
-    def _make_way(self, request: Request) -> bool:
-        """Admit a request, if its tenant has nothing running, to slots of the tenant that has the
-        most; False if even that gives too few."""
-        others = giving_way(request, self.requests)
+    def _admit_one(self, request: Request) -> bool:
+        """Give the request slots, those of a background request if need be; False if too few are
+        free."""
+        return self._place(request) or self._admit_without(self._in_background, request)
+
+    def _admit_without(self, others: Sequence[Request], request: Request) -> bool:
+        """Give the request slots that ``others`` give up for it, one after the other; False, and
+        none does, if even those are too few."""
         if not others or not self.slots.would_fit(sequence_of(request), map(sequence_of, others)):
             return False
         for other in others:
@@ -153,20 +155,6 @@ class RunningRequests:
             if self._admit_one(request):
                 return True
         return False
-
-    def _admit_one(self, request: Request) -> bool:
-        """Give the request slots, those of a background request if need be; False if too few are
-        free."""
-        paused = self._in_background
-        return self._place(request) or (paused is not None and self._place_without(request, paused))
-
-    def _place_without(self, request: Request, paused: Request) -> bool:
-        """Give the request slots that a ``paused`` one gives up for it; False if even those are too
-        few."""
-        if not self.slots.would_fit(sequence_of(request), [sequence_of(paused)]):
-            return False
-        self._preempt(paused)
-        return self._place(request)
 
     def _place(self, request: Request) -> bool:
         """Give the request slots that are free; False if they are too few."""
