@@ -22,7 +22,6 @@ from kvlinker.engines.embedded.execution.late_layers import WaitInStep, never_wa
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.loop import EngineLoop
-from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
@@ -329,7 +328,6 @@ class Simulation:
             self.scheduler,
             self.runner,
             self.throughput,
-            outbox=Outbox(),
             computing=contextlib.nullcontext,
             clock=self.timing.clock,
         )

@@ -1,9 +1,14 @@
-"""The engine's loop says how long steps took, inside of the model and outside."""
+"""The engine's loop says how long steps took, inside of the model and outside. What it tells its
+callers waits for a flush, and keeps its order."""
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import pytest
 
+from kvlinker.engines.embedded.loop import Outbox
 from tests.engines.embedded.fake_runner import Simulation, Timing
 
 
@@ -27,7 +32,7 @@ def test_what_callers_do_is_no_part_of_the_models_time() -> None:
     timing = Timing()
     simulation = Simulation(100, timing=timing, max_step_tokens=32)
     simulation.add(10, 3)
-    box = simulation.loop._outbox
+    box = simulation.loop.outbox
 
     def slow() -> None:
         timing.now += 5
@@ -52,3 +57,47 @@ def test_steps_that_fail_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation.runner, "step", fails)
     simulation.loop._turn()
     assert not simulation.loop.times
+
+
+def in_thread(call) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_the_owners_calls_wait_and_come_in_order() -> None:
+    box, told = Outbox(), list[int]()
+    box.put(partial(told.append, 0))
+    assert told == [0]
+    box.own()
+    for number in (1, 2):
+        box.put(partial(told.append, number))
+    assert told == [0]
+    box.flush()
+    assert told == [0, 1, 2]
+    box.put(partial(told.append, 3))
+    box.disown()
+    box.put(partial(told.append, 4))
+    assert told == [0, 1, 2, 3, 4]
+
+
+def test_another_threads_call_comes_at_once_behind_what_was_put_off() -> None:
+    box, told = Outbox(), list[int]()
+    box.own()
+    box.put(partial(told.append, 1))
+    in_thread(lambda: box.put(partial(told.append, 2)))
+    assert told == [1, 2]
+
+
+def test_a_call_may_put_another() -> None:
+    box, told = Outbox(), list[int]()
+    box.own()
+
+    def first() -> None:
+        told.append(1)
+        box.put(partial(told.append, 3))
+
+    box.put(first)
+    box.put(partial(told.append, 2))
+    box.flush()
+    assert told == [1, 2, 3]

@@ -38,7 +38,6 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.generation import Generation
 from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request
@@ -217,12 +216,10 @@ class EmbeddedEngine:
             elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
         )
-        self._outbox = Outbox()
         self._loop = EngineLoop(
             self.scheduler,
             self.runner,
             throughput,
-            outbox=self._outbox,
             ahead=self._grammars.start,
             computing=store.throttle.computing if on_host else nullcontext,
         )
@@ -294,7 +291,7 @@ class EmbeddedEngine:
             linked=self._note_use,
             cancel=self.scheduler.cancel,
             room=self._recording,
-            later=self._outbox.put,
+            later=self._loop.outbox.put,
             head=None if request.sampling.prompt_logprobs is None else self.runner.head,
             guide=None if grammar is None else self._grammars.prepare(grammar),
         )

@@ -1,4 +1,5 @@
-"""The engine's thread, which computes all requests step by step."""
+"""The engine's thread, which computes all requests step by step, and holds events for callers back
+until the model computes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,6 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
-from kvlinker.engines.embedded.outbox import Outbox
 from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
 from kvlinker.engines.embedded.scheduling.composition import Step
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
@@ -54,6 +54,44 @@ class StepTime(NamedTuple):
         return self.outside / (self.inside + self.outside)
 
 
+class Outbox:
+    """Keeps calls of sinks, in order, until ``flush``.
+
+    A caller that gets an event wakes up, and competes with the engine's thread for Python's lock.
+    So callers get all tokens of a step at once, when the engine's thread is about to run the model,
+    which needs the lock little, or not at all where native code computes the step.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._flushing = threading.RLock()
+        self._owner: int | None = None
+
+    def own(self) -> None:
+        """Hold back the calls that this thread puts from now on: it promises to ``flush``. A call
+        of another thread is made at once, after all that were held back."""
+        self._owner = threading.get_ident()
+
+    def disown(self) -> None:
+        """Make all calls, and hold none back any more."""
+        self._owner = None
+        self.flush()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make the call, which raises nothing, at the next ``flush``; at once in a thread that does
+        not own the box."""
+        self._calls.append(call)
+        if threading.get_ident() != self._owner:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make all calls that were held back. Any thread may call it."""
+        while self._calls:
+            with self._flushing:
+                if self._calls:
+                    self._calls.popleft()()
+
+
 class EngineLoop:
     """Runs steps until it is closed or fails; then all unfinished requests fail.
 
@@ -68,21 +106,22 @@ class EngineLoop:
         runner: Runner,
         throughput: ComputeThroughput,
         *,
-        outbox: Outbox,
         ahead: Callable[[], None] = lambda: None,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` gets the times of steps, by the ``clock``. ``outbox`` keeps events for
-        callers until the model is about to compute; ``ahead`` is called then, too, and begins what
-        others compute meanwhile. ``computing`` is a context entered around each forward pass."""
+        """``throughput`` gets the times of steps, by the ``clock``. ``ahead`` is called when the
+        model is about to compute, and begins what others compute meanwhile. ``computing`` is a
+        context entered around each forward pass."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
-        self._outbox = outbox
         self._ahead = ahead
         self._computing = computing
         self._clock = clock
+        self.outbox = Outbox()
+        """Keeps events for callers until the model is about to compute."""
+
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
         """How long the last steps took, in order."""
 
@@ -104,23 +143,23 @@ class EngineLoop:
         self._thread.join()
 
     def _loop(self) -> None:
-        self._outbox.own()
+        self.outbox.own()
         try:
-            while self._scheduler.wait(self._outbox.flush):
+            while self._scheduler.wait(self.outbox.flush):
                 self._turn()
         except Exception:
             logger.exception("The engine failed; its requests are given up.")
         finally:
             for request in self._scheduler.finish_all():
                 _tell(partial(request.fail, engine_closed()))
-            self._outbox.disown()
+            self.outbox.disown()
 
     def _turn(self) -> None:
         began, began_cpu = self._clock(), time.thread_time()
         self._tell_cancelled()
         step = self._scheduler.next_step()
         if step is None:
-            self._outbox.flush()
+            self.outbox.flush()
             return
         inside = self._run(step)
         if inside is not None:
@@ -144,7 +183,7 @@ class EngineLoop:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
         self._ahead()
-        self._outbox.flush()
+        self.outbox.flush()
         begin, begin_cpu = self._clock(), time.thread_time()
         try:
             with self._computing():

@@ -14,9 +14,8 @@ from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut
 from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode
-from kvlinker.engines.embedded.kv_cache.prefix_states import PrefixStates
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
-from kvlinker.engines.embedded.kv_cache.states import SequenceState
+from kvlinker.engines.embedded.kv_cache.states import PrefixStates, SequenceState
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
 

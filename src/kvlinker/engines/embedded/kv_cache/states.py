@@ -1,13 +1,16 @@
-"""The state of a sequence in layers that keep one: the summary of all of its tokens so far."""
+"""The state of a sequence in layers that keep one, the summary of all of its tokens so far, and the
+states that are kept in the tree of prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from kvlinker.engines.embedded.kv_cache.prefix_node import Part, PrefixNode
 from kvlinker.prompting.segments import Prompt
 
 
@@ -47,3 +50,49 @@ def worth_keeping(prompt: Prompt, endings: Collection[int]) -> tuple[int, ...]:
     chunks = [span.end for span in prompt.spans][-1:]
     found = {*turns.tolist(), *chunks, len(prompt) - 1}
     return tuple(sorted(each for each in found if 0 < each < len(prompt)))
+
+
+class PrefixStates:
+    """The states at the ends of nodes of the tree of prefixes: those that were used last, a limited
+    number. A node that is given up loses its own."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._states: OrderedDict[PrefixNode, SequenceState] = (
+            OrderedDict()
+        )  # the last used one last
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def at(self, node: PrefixNode) -> SequenceState | None:
+        """Return the state after the node's last item, if it was kept."""
+        if node in self._states:
+            self._states.move_to_end(node)
+        return self._states.get(node)
+
+    def furthest(self, parts: Sequence[Part]) -> tuple[int, list[Part]]:
+        """Return where the last state stands in nodes from the root on, of each of which so many
+        items are meant, and as many of these as end there: 0 and the root without any."""
+        for index, (node, count) in reversed(list(enumerate(parts))):
+            state = self.at(node) if count == len(node.items) else None
+            if state is not None:
+                return state.position, list(parts[: index + 1])
+        return 0, list(parts[:1])
+
+    def put(self, node: PrefixNode, state: SequenceState) -> None:
+        """Keep a state after the node's last item."""
+        if self.at(node) is None:
+            self._states[node] = state.copied()
+        if len(self._states) > self._most:
+            self._states.popitem(last=False)
+
+    def drop(self, node: PrefixNode) -> None:
+        """Forget the state of a node that is gone."""
+        self._states.pop(node, None)
+
+    def pass_on(self, node: PrefixNode, rest: PrefixNode) -> None:
+        """Have ``rest``, the end of a divided node, keep its state."""
+        state = self._states.pop(node, None)
+        if state is not None:
+            self._states[rest] = state
