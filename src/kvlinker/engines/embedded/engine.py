@@ -266,9 +266,7 @@ class EmbeddedEngine:
         """
         self._limits.check_vocabulary(prompt.tokens, param="prompt")
         known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
-        keys = [
-            chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks
-        ]
+        keys = self._loader.keys(known.chunks, tenant)
         return gather(
             [self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known
         )
@@ -299,10 +297,7 @@ class EmbeddedEngine:
         return RequestHandle(partial(self.scheduler.cancel, generation.choices))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
-        keys = [
-            chunk_key(chunk, fingerprint=self.fingerprint, tenant=request.tenant)
-            for chunk in request.prompt.chunks
-        ]
+        keys = self._loader.keys(request.prompt.chunks, request.tenant)
         self.scheduler.expect_prefix(request.sharer, request.prompt, keys, request.policy, seconds)
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:

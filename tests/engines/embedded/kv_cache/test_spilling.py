@@ -149,7 +149,7 @@ def test_a_full_disk_keeps_no_prefix(spilling):
     made.answer(prompt, "naive")
     flood(made)
     assert made.answer(prompt, "naive").finished.usage.exact_cached_tokens == 0
-    assert made.store.tier_of(made.engine._loader._keys([CHUNK], "default")[0]) == "host"
+    assert made.store.tier_of(made.engine._loader.keys([CHUNK], "default")[0]) == "host"
 
 
 def test_requests_that_are_cut_off_leave_nothing_wrong(bench, spilling):

@@ -54,17 +54,14 @@ class ChunkBuilder:
         self._store = store
         self._scheduler = scheduler
         self._longest = longest
-        self._with_scores = with_scores
+        self.collects_scores = with_scores
+        """True if chunks get attention scores where they are asked for."""
+
         unrelated = loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
         self._unrelated: tuple[int, ...] = (
             tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
         )
         self._entering = threading.Lock()
-
-    @property
-    def collects_scores(self) -> bool:
-        """True if chunks get attention scores where they are asked for."""
-        return self._with_scores
 
     def build(
         self,
@@ -133,7 +130,7 @@ class ChunkBuilder:
                 f"A chunk has {len(tokens)} tokens with its context, but the model takes"
                 f" {self._longest}."
             )
-        with_scores = with_scores and self._with_scores
+        with_scores = with_scores and self.collects_scores
         fits = len(tokens) + len(self._unrelated) <= self._longest
         unrelated = self._unrelated if with_scores and measures and fits else ()
         wanted = CaptureRequest(

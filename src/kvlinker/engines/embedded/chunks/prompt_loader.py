@@ -74,11 +74,15 @@ class PromptLoader:
         self._elsewhere = elsewhere
         self._restored = restored
 
+    def keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
+        """Return the keys of a tenant's chunks."""
+        return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+
     def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
         """Return the bytes of the chunks in memory, KV and scores, by key."""
         lengths = map(len, chunks)
         sizes = [self._kv_bytes(length) + length * SCORE_BYTES_PER_TOKEN for length in lengths]
-        return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
+        return dict(zip(self.keys(chunks, tenant), sizes, strict=True))
 
     def load(self, request: PromptRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last
@@ -129,7 +133,7 @@ class PromptLoader:
     ) -> ReusedPrefix | None:
         """Return the beginning of the request's prompt that was computed before in the same
         way."""
-        keys = self._keys(prompt.chunks, request.tenant)
+        keys = self.keys(prompt.chunks, request.tenant)
         return self._scheduler.find_prefix(request.sharer, prompt, keys, policy)
 
     def _restore(self, link: Link) -> list[Future[KV | None]]:
@@ -147,10 +151,10 @@ class PromptLoader:
         pays. Chunks that the plan computes instead, by its forecast, are read to memory for later
         prompts."""
         tenant, forecast = request.request.tenant, link.forecast
-        keys = self._keys(link.chunks, tenant)
+        keys = self.keys(link.chunks, tenant)
         if link.plan is not None and forecast is not None and forecast.load != 0:
             self._store.load_ahead(
-                self._keys(
+                self.keys(
                     [chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant
                 )
             )
@@ -248,7 +252,7 @@ class PromptLoader:
         taken = False
         try:
             request.link = link = begun.with_scores([kv.scores for kv in kvs])
-            keys = self._keys(link.prompt.chunks, request.request.tenant)
+            keys = self.keys(link.prompt.chunks, request.request.tenant)
             taken = self._scheduler.loaded(
                 request, request.make_sequence(link, kvs, keys, restored)
             )
@@ -277,17 +281,12 @@ class PromptLoader:
 
     def _forecast(self, tenant: str, prompt: Prompt, *, resident_only: bool) -> Forecast:
         load = (
-            LoadTime()
-            if resident_only
-            else self._store.load_time(self._keys(prompt.chunks, tenant))
+            LoadTime() if resident_only else self._store.load_time(self.keys(prompt.chunks, tenant))
         )
         prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))
         if load is None:
             return Forecast(None, prefill)
         return Forecast(load.seconds, prefill, overlaps=load.waits or not self._throughput.on_host)
-
-    def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
-        return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
 
 
 def _check_wanted(request: PromptRequest) -> None:

@@ -4,7 +4,7 @@ tokens by it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache
 
 import numpy as np
 import torch
@@ -36,11 +36,7 @@ class LayerDeviations:
         self._chunks = chunks
         self._layers = layers
         self._rotary = rotary
-        self._compute = new
-
-    @cached_property
-    def _new(self) -> tuple[Tensor, Tensor]:
-        return self._compute()
+        self._new = cache(new)
 
     def deviation(self, part: int) -> NDArray[np.float32]:
         """Return the deviation as ``Deviations.deviation`` specifies it; tokens of no chunk have
@@ -53,7 +49,7 @@ class LayerDeviations:
             if first == last:
                 continue
             positions = torch.from_numpy(self._positions[first:last])
-            new = self._new[part][:, first:last]
+            new = self._new()[part][:, first:last]
             if part == 0 and self._rotary is not None:
                 rotated = torch.empty_like(new, memory_format=torch.contiguous_format)
                 distances = (positions - chunk.start).to(new.device)

@@ -4,7 +4,6 @@ from the whole linked prompt, wherever its KV was computed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,21 +26,6 @@ PAIRS_AT_ONCE = 1 << 20
 for each head of the indexer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OfOwner:
-    """The picks for one sequence's queries at these ``positions``, ascending: [groups of heads,
-    queries, length]."""
-
-    positions: NDArray[np.int64]
-    mask: Tensor
-
-    def at(self, positions: NDArray[np.int64]) -> Tensor:
-        """Return the picks for the queries at these positions."""
-        if len(positions) == len(self.positions):
-            return self.mask
-        return self.mask[:, np.searchsorted(self.positions, positions)]
-
-
 class IndexPass:
     """Runs indexers when attention needs their picks: then it is known which tokens policies have
     dropped in that layer."""
@@ -51,7 +35,9 @@ class IndexPass:
         self._layers = layers
         self._slots = torch.from_numpy(slots)
         self._call: IndexerCall | None = None
-        self._picked: dict[object, _OfOwner] = {}
+        self._picked: dict[object, tuple[NDArray[np.int64], Tensor]] = {}
+        """By sequence, the positions of its queries, ascending, and the picks for them: [groups of
+        heads, queries, length]."""
 
     def begin(self, call: IndexerCall) -> Tensor:
         """Note a call of the layer whose attention comes next."""
@@ -97,7 +83,7 @@ class IndexPass:
                     mask = call.picked(queries, own.linked, indexer.handed(queries.length))
                 kept[at] = own.kept.to(kept.dtype)
                 parts.append(torch.nn.functional.pad(mask, (0, len(linked) - queries.length)))
-            self._picked[owner] = _OfOwner(mine, torch.cat(parts, dim=1))
+            self._picked[owner] = mine, torch.cat(parts, dim=1)
         slots = self._slots.to(pool.device)[pass_rows]
         pool[:, slots] = kept
         return kept[None]
@@ -105,11 +91,13 @@ class IndexPass:
     def of(self, batch: Batch) -> tuple[Picked, ...]:
         """Return the last picks for all tokens of ``batch``: those for which it was picked, or some
         of them."""
-        positions = batch.positions
-        return tuple(
-            Picked(rows, self._picked[owner].at(positions[rows]))
-            for owner, rows in batch.owner_rows()
-        )
+        positions, found = batch.positions, []
+        for owner, rows in batch.owner_rows():
+            known, mask = self._picked[owner]
+            if rows.stop - rows.start < len(known):
+                mask = mask[:, np.searchsorted(known, positions[rows])]
+            found.append(Picked(rows, mask))
+        return tuple(found)
 
 
 class _Own:

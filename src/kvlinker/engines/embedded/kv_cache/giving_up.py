@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator
 from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode
@@ -28,18 +29,13 @@ def given_up_next(
         frees = not node.spans or bool((allocator.users(node.spans) == 1).any())
         return frees and not node.has_children_in_pool
 
-    late = [node for node in used if _due(node) < now]
+    late = [node for node in used if node.expected_until < now]
     for head in [*late, *used]:
         while head in used and may_go(head):
-            expected = [node for node in used if now <= _due(node) < math.inf]
+            expected = [node for node in used if now <= node.expected_until < math.inf]
             kept = sum(len(node.own) for node in expected)
             if head in expected and kept <= EXPECTED_SHARE * allocator.slots:
                 own = (node for node in used if node.tenant == head.tenant and may_go(node))
-                yield needed_last(own, _due)
+                yield needed_last(own, attrgetter("expected_until"))
             else:
                 yield head
-
-
-def _due(node: PrefixNode) -> float:
-    """Return until when the node is expected, which may be over; infinity where it is not."""
-    return math.inf if node.expected_until is None else node.expected_until

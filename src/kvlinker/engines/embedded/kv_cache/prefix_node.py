@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import NamedTuple
@@ -39,9 +40,9 @@ class PrefixNode:
         self.own = own
         self.spans = spans
         self.stored = stored
-        self.expected_until: float | None = None
-        """The time, by the tree's clock, until which it is expected to be used again; None if it is
-        not."""
+        self.expected_until = math.inf
+        """The time, by the tree's clock, until which it is expected to be used again, which may be
+        over; infinity if it is not expected."""
 
         self.tenant: str = tenant if parent is None else parent.tenant
 

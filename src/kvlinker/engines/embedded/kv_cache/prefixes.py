@@ -3,6 +3,7 @@ pool or on disk."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -160,7 +161,9 @@ class PrefixTree:
             if len(self._lengths) > MOST_LENGTHS:
                 self._lengths.popitem(last=False)
         for chunk, _ in path.chunks.values():
-            self._name(chunk)
+            if chunk not in self._names:  # its name goes with the last node that has it
+                name = next(self._new_names)
+                self._names[chunk], self._chunks[name] = name, chunk
         items, starts = self._items(path)
         root = PrefixNode(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
         node = self._roots.setdefault(path.tenant, root)
@@ -273,12 +276,6 @@ class PrefixTree:
         items.append(path.tokens[position:])
         starts.append(np.arange(position, len(path.tokens)))
         return np.concatenate(items), np.concatenate(starts)
-
-    def _name(self, chunk: PathChunk) -> None:
-        """Give a chunk, of which the caller adds a node, a name: it goes with the last node."""
-        if chunk not in self._names:
-            name = next(self._new_names)
-            self._names[chunk], self._chunks[name] = name, chunk
 
     def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
         """Return as much of the match as is in the pool, or on disk and quicker to load than to
@@ -394,6 +391,6 @@ class PrefixTree:
     def _touch(self, parts: Sequence[Part]) -> None:
         """Note a use of these nodes."""
         for node, _ in reversed(parts):
-            node.expected_until = None
+            node.expected_until = math.inf
             if node in self._used:
                 self._used.move_to_end(node)

@@ -75,7 +75,7 @@ class Admission:
         """Give the request, which arrives now, its turn among those that are here."""
         request.arrived = self._clock()
         request.began = self._began(request)
-        self._predict_prompt(request)
+        request.prompt_seconds = request.seconds_left = self._predict_left(request)
         request.backlog = self.lines.seconds_before(request)
 
     def _began(self, request: Request) -> float:
@@ -114,14 +114,11 @@ class Admission:
         self.lines.remove(request)
         left = self.push_back(request, -request.seconds_left)
         before = self.lines.seconds_before(request)
-        self._predict_prompt(request)
+        request.prompt_seconds = request.seconds_left = self._predict_left(request)
         after = self.lines.seconds_before(request)
         request.backlog = max(0.0, request.backlog + after - before)
         self.lines.add(request)
         return self.push_back(request, request.seconds_left) or left
-
-    def _predict_prompt(self, request: Request) -> None:
-        request.prompt_seconds = request.seconds_left = self._predict_left(request)
 
     def _predict_left(self, request: Request) -> float:
         """Predict the seconds of computing the rest of the request's prompt; 0 if nothing was

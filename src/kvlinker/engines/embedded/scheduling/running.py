@@ -160,10 +160,8 @@ class RunningRequests:
         """Give the request slots that are free; False if they are too few."""
         if len(self.requests) >= self._max_running:
             return False
-        linked = next(
-            (sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)),
-            None,
-        )
+        running = [each for each in request.choices if each.state is RequestState.RUNNING]
+        linked = next((sequence_of(each) for each in running if _prompt_in_place(each)), None)
         if not self.slots.admit(sequence_of(request), linked):
             return False
         self._move(request, RequestState.RUNNING)
@@ -172,8 +170,3 @@ class RunningRequests:
 
 def _prompt_in_place(request: Request) -> bool:
     return sequence_of(request).prompt_in_place
-
-
-def _running_siblings(request: Request) -> list[Request]:
-    """Return the running answers to the same prompt."""
-    return [choice for choice in request.choices if choice.state is RequestState.RUNNING]

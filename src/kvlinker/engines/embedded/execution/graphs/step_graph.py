@@ -344,10 +344,6 @@ class _Memory:
         if on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def of(self, name: Hashable) -> Array:
-        """Return a section in the host's memory."""
-        return self._numbers[self._sections[name]]
-
     def on_device(self, name: Hashable) -> Tensor:
         """Return a section on the device."""
         return self._device[self._sections[name]]
@@ -359,7 +355,7 @@ class _Memory:
 
     def fill(self, name: Hashable, values: Array, padding: int) -> None:
         """Write values at the beginning of a section, and ``padding`` behind them."""
-        section, flat = self.of(name), values.reshape(-1)
+        section, flat = self._numbers[self._sections[name]], values.reshape(-1)
         section[: len(flat)] = flat
         section[len(flat) :] = padding
 
