@@ -122,18 +122,16 @@ class CompiledStep:
             if forward is None
             else forward.segments
         )
-        plans = segments.plans()
-        distinct = {id(plan): plan for plan in plans}
-        numbers = {name: number for number, name in enumerate(distinct)}
-        sights, longest = (StepSight * len(distinct))(), 0
-        for number, plan in enumerate(distinct.values()):
+        plans, numbers = segments.plans()
+        sights, longest = (StepSight * len(plans))(), 0
+        for number, plan in enumerate(plans):
             assert isinstance(plan, NativePlan), plan
             table = plan.table
             sights[number] = StepSight(
                 table.views, table.visits, table.members, table.bundles, table.bundle_count
             )
             longest = max(longest, plan.farthest, plan.last)
-        sight_of = np.array([numbers[id(plan)] for plan in plans], np.int64)
+        sight_of = np.array(numbers, np.int64)
         rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
         layers = self._table.of(segments.chunks, segments.spans)
         write, attend = self.kernel.functions

@@ -50,11 +50,16 @@ class BatchSegments:
         self._sights = [(batch.visible_kv[owner], rows) for owner, rows in batch.owner_rows()]
         chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()} if layers else {}
         contents = {name: _content(kv) for name, kv in chunks.items()}
-        self._chunks = {contents[name]: kv for name, kv in chunks.items()}
-        self._spans = tuple({span: None for visible, _ in self._sights for span in visible.spans})
-        numbers = {name: number for number, name in enumerate((*self._chunks, *self._spans))}
+        distinct = {contents[name]: kv for name, kv in chunks.items()}
+        self.chunks: tuple[KV, ...] = tuple(distinct.values())
+        """The chunks of which each is a segment, before all others."""
+
+        self.spans = tuple({span: None for visible, _ in self._sights for span in visible.spans})
+        """The spans of the pool that are the segments after the chunks."""
+
+        numbers = {name: number for number, name in enumerate((*distinct, *self.spans))}
         self._chunk_segments = {name: numbers[content] for name, content in contents.items()}
-        self._span_segments = {span: numbers[span] for span in self._spans}
+        self._span_segments = {span: numbers[span] for span in self.spans}
         self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
 
     def plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
@@ -72,29 +77,23 @@ class BatchSegments:
             self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
         return self._plans[epochs]
 
-    def plans(self) -> list[AttentionPlan]:
-        """Return the views of all queries in each layer."""
+    def plans(self) -> tuple[list[AttentionPlan], list[int]]:
+        """Return the views of all queries in all layers, each once, and which of them each layer
+        has."""
         if all(visible.own.all_stay for visible, _ in self._sights):
-            return [self.plan(0)[1]] * len(self._layers)
-        return [self.plan(index)[1] for index in range(len(self._layers))]
-
-    @property
-    def chunks(self) -> tuple[KV, ...]:
-        """The chunks of which each is a segment, before all others."""
-        return tuple(self._chunks.values())
-
-    @property
-    def spans(self) -> tuple[SlotSpan, ...]:
-        """The spans of the pool that are the segments after the chunks."""
-        return self._spans
+            return [self.plan(0)[1]], [0] * len(self._layers)
+        plans = [self.plan(index)[1] for index in range(len(self._layers))]
+        distinct = {id(plan): plan for plan in plans}
+        numbers = {name: number for number, name in enumerate(distinct)}
+        return list(distinct.values()), [numbers[id(plan)] for plan in plans]
 
     def layer(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return key and value of all segments in this layer. Latents are part of both, after the
         shared key."""
         kept = self._kept_by[index]
         key, value = self._pool.keys[kept], self._pool.values[kept]
-        layers = self._ahead.layer(tuple(self._chunks.values()), kept)
-        for slot, size in self._spans:
+        layers = self._ahead.layer(self.chunks, kept)
+        for slot, size in self.spans:
             layers.append(LayerKV(key[:, slot : slot + size], value[:, slot : slot + size]))
         if self._layers[index].latents is not None:
             return [(joined, joined) for joined in (each.joined for each in layers)]
@@ -104,11 +103,11 @@ class BatchSegments:
         """Return this layer's indexer's data of all segments: [1, tokens, dim] each."""
         kept = self._kept_by[index]
         pool = self._pool.indices[kept]
-        layers = self._ahead.layer(tuple(self._chunks.values()), kept)
+        layers = self._ahead.layer(self.chunks, kept)
         found = [each.index for each in layers if each.index is not None]
         assert pool is not None, "a layer without an indexer has no such segments"
         assert len(found) == len(layers), "chunks are kept as the model computes them"
-        return [*found, *(pool[:, slot : slot + size] for slot, size in self._spans)]
+        return [*found, *(pool[:, slot : slot + size] for slot, size in self.spans)]
 
     def _views(self, visible: VisibleKV, rows: slice, epoch: int) -> Iterator[View]:
         """Yield the views of one sequence's queries in the layers of an epoch."""

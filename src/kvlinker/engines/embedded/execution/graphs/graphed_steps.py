@@ -105,10 +105,8 @@ class GraphedSteps:
         if not batch.is_plain or batch.is_observed or tokens > MOST_ROWS:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
-        plans = segments.plans()
-        distinct = {id(plan): plan for plan in plans}
-        numbers = {name: number for number, name in enumerate(distinct)}
-        size = StepSize.of(batch, tuple(numbers[id(plan)] for plan in plans))
+        plans, numbers = segments.plans()
+        size = StepSize.of(batch, tuple(numbers))
         if len(self._seen) > MOST_SIZES:
             self._seen.clear()
             self._captures.clear()
@@ -120,9 +118,7 @@ class GraphedSteps:
         table = None if chunks is None else self._addresses.of(chunks, segments.spans)
         if table is None:
             return None
-        tables = StepTables(
-            batch, size, list(distinct.values()), table, self._layers, self._windows
-        )
+        tables = StepTables(batch, size, plans, table, self._layers, self._windows)
         replays = self.replays
         logits = self._computed(tables)
         if logits is None:
