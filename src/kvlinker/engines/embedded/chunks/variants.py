@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, chunk_key
@@ -40,17 +41,32 @@ class VariantLibrary:
 
     def of(self, tenant: str) -> TenantVariants:
         """Return one tenant's ``Library``, for one request."""
-        return TenantVariants(self._index, self._store, self._fingerprint, tenant)
+        return TenantVariants(self, tenant)
+
+    def variants(self, chunk: Chunk, tenant: str) -> tuple[Variant, ...]:
+        """Return the stored variants of a tenant's chunk."""
+        found = []
+        owner = VariantOwner(self._fingerprint, tenant, chunk.content)
+        try:
+            stored_variants = self._index.find(owner)
+        except CatalogUnavailableError:
+            return ()
+        for stored in stored_variants:
+            if self._store.tier_of(stored.key) is None:
+                with suppress(StoreError):  # it is forgotten once the catalog can be written to
+                    self._index.forget(stored.key)
+                continue
+            found.append(Variant(Chunk(chunk.tokens, stored.prefix), stored.contextualization))
+        return tuple(found)
 
     def missing(self, prompt: Prompt, tenant: str) -> list[int]:
         """Return the indices of the prompt's chunks of which no exact KV is stored, of the first
         ones: as many as variants are kept, so that those of one prompt do not evict each other."""
-        library = self.of(tenant)
         return [
             index
             for index, span in enumerate(prompt.spans[: self._limit])
             if not span.exact
-            and not _has_exact(library.variants(prompt.chunks[index]), prompt, index)
+            and not _has_exact(self.variants(prompt.chunks[index], tenant), prompt, index)
         ]
 
     def note_use(self, key: str, recomputed: float) -> None:
@@ -72,31 +88,14 @@ class VariantLibrary:
             self._store.delete(key)
 
 
-class TenantVariants:
+class TenantVariants(NamedTuple):
     """The ``Library`` of one tenant's stored variants."""
 
-    def __init__(
-        self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str
-    ) -> None:
-        self._index = index
-        self._store = store
-        self._fingerprint = fingerprint
-        self._tenant = tenant
+    library: VariantLibrary
+    tenant: str
 
     def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
-        found = []
-        owner = VariantOwner(self._fingerprint, self._tenant, chunk.content)
-        try:
-            stored_variants = self._index.find(owner)
-        except CatalogUnavailableError:
-            return ()
-        for stored in stored_variants:
-            if self._store.tier_of(stored.key) is None:
-                with suppress(StoreError):  # it is forgotten once the catalog can be written to
-                    self._index.forget(stored.key)
-                continue
-            found.append(Variant(Chunk(chunk.tokens, stored.prefix), stored.contextualization))
-        return tuple(found)
+        return self.library.variants(chunk, self.tenant)
 
 
 def _has_exact(variants: Iterable[Variant], prompt: Prompt, index: int) -> bool:

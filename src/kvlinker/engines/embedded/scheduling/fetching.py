@@ -39,94 +39,77 @@ class FetchQueue:
         self._load = load
         self._hold = hold
         self._is_resident = is_resident
-        self._unfetched = TurnQueue()
-        self._fetching: set[Request] = (
-            set()
-        )  # until their loads report, even if they have ended meanwhile
-        self._late: dict[Request, int] = {}  # with the number of layers that they wait for
+        self.unfetched = TurnQueue()
+        """Those whose KV is fetched in their turn."""
+
+        self.fetching: set[Request] = set()
+        """Those whose KV is being fetched, until that has come to its end, even if they have ended
+        meanwhile."""
+
+        self.late: dict[Request, int] = {}
+        """Those that left a step, with the number of layers of their chunks that they wait for."""
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """All requests here, and those that have ended while their KV is fetched."""
-        return (*self._unfetched, *self._fetching, *self._late)
+        return (*self.unfetched, *self.fetching, *self.late)
 
     @property
     def waiting(self) -> int:
         """The number of requests here that have not ended."""
         return sum(request.state is RequestState.LOADING for request in self.requests)
 
-    def add(self, request: Request) -> None:
-        """Have the request's KV fetched in its turn."""
-        self._unfetched.add(request)
-
-    def disorder(self) -> None:
-        """Note that turns of requests may have changed."""
-        self._unfetched.disorder()
-
-    def wait_for_layers(self, request: Request, layers: int) -> None:
-        """Keep the request, which left a step, until so many layers of its chunks are there."""
-        self._late[request] = layers
-
-    def layers_wanted(self, request: Request) -> int | None:
-        """Return the number of layers that the request waits for; None if it does not."""
-        return self._late.get(request)
-
-    def report(self, request: Request) -> None:
-        """Note that the request's fetch has come to its end."""
-        self._fetching.discard(request)
-
     def remove(self, request: Request) -> None:
-        """Take the request out, since it is not LOADING any more; its fetch goes on until it
-        reports."""
-        self._late.pop(request, None)
-        if request in self._unfetched:
-            self._unfetched.remove(request)
+        """Take the request out, since it is not LOADING any more; its fetch goes on."""
+        self.late.pop(request, None)
+        if request in self.unfetched:
+            self.unfetched.remove(request)
 
     def start(self, ready: Sequence[Request]) -> None:
         """Start fetching for the next requests, while few are ahead, ``ready`` ones without slots
         included, and memory has room for their chunks."""
-        while self._unfetched and (request := self._next(ready)) is not None:
-            self._unfetched.remove(request)
-            self._fetching.add(request)
+        while self.unfetched and (request := self._next(ready)) is not None:
+            self.unfetched.remove(request)
+            self.fetching.add(request)
             self._load(request)
 
     def check_integrity(self, ready: Sequence[Request], *, holding: bool) -> None:
         """Check that requests are LOADING and in one place, and that none waits for a fetch without
         a reason. ``holding`` is true if any request holds chunks. Raises AssertionError
         otherwise."""
-        assert list(self._unfetched) == sorted(self._unfetched, key=order_of)
+        assert list(self.unfetched) == sorted(self.unfetched, key=order_of)
         assert all(
-            request.state is RequestState.LOADING for request in (*self._unfetched, *self._late)
+            request.state is RequestState.LOADING for request in (*self.unfetched, *self.late)
         )
-        assert self._fetching.isdisjoint(self._unfetched)
-        assert self._fetching.isdisjoint(self._late)
-        assert self._late.keys().isdisjoint(self._unfetched)
+        assert self.fetching.isdisjoint(self.unfetched)
+        assert self.fetching.isdisjoint(self.late)
+        assert self.late.keys().isdisjoint(self.unfetched)
         loading = (
             request
-            for request in (*self._fetching, *self._late)
+            for request in (*self.fetching, *self.late)
             if request.state is RequestState.LOADING
         )
         assert all(request.hold is not None for request in loading)
-        assert not self._unfetched or len(self._ahead(ready)) >= PREFETCHED or holding
+        assert not self.unfetched or len(self._ahead(ready)) >= PREFETCHED or holding
 
     def _ahead(self, ready: Sequence[Request]) -> list[Request]:
         """Return the requests without slots that have KV in memory, or on its way there."""
         return [
-            *self._fetching,
-            *self._late,
+            *self.fetching,
+            *self.late,
             *(request for request in ready if request.choice == 0),
         ]
 
     def _next(self, ready: Sequence[Request]) -> Request | None:
         """Return the request to fetch next, which now holds its chunks; None if none may be
         fetched."""
-        holding = next((request for request in self._unfetched if request.hold is not None), None)
+        holding = next((request for request in self.unfetched if request.hold is not None), None)
         if holding is not None:
             # it lost a chunk, and others may wait for the memory of those that it
             # still holds
             return holding
         ahead = self._ahead(ready)
-        for request in self._admission.candidates(self._unfetched, ahead, self._is_resident):
+        for request in self._admission.candidates(self.unfetched, ahead, self._is_resident):
             before = sum(other.order <= request.order for other in ahead)
             has_some = any(other.tenant == request.tenant for other in ahead)
             if not has_some or (before < PREFETCHED and len(ahead) < 2 * PREFETCHED):

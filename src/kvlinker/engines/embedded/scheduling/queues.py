@@ -28,17 +28,14 @@ class RequestQueues:
         """``admission`` knows all that have not ended, ``fetches`` has those that are LOADING,
         ``waiting`` those that are READY or PREEMPTED, and ``running`` those that are RUNNING."""
         self._lock = threading.Condition()  # the scheduler's one lock: guards everything below
-        self._closed = False
+        self.closed = False
+        """True once no more requests are accepted."""
+
         self._admission = admission
         self._fetches = fetches
         self._waiting = waiting
         self._running = running
         self._by_identity: dict[object, Request] = {}
-
-    @property
-    def closed(self) -> bool:
-        """True once no more requests are accepted."""
-        return self._closed
 
     @property
     def preemptions(self) -> int:
@@ -108,7 +105,7 @@ class RequestQueues:
                 ]
             )
             self._fetches.check_integrity(
-                self._waiting[ResultKind.ANSWER], holding=holding or self._closed
+                self._waiting[ResultKind.ANSWER], holding=holding or self.closed
             )
 
     def _everything(self) -> Iterator[Request]:
@@ -123,5 +120,5 @@ class RequestQueues:
 
     def _disorder(self, kind: ResultKind) -> None:
         """Note that turns of this kind's waiting requests have changed."""
-        self._fetches.disorder()
+        self._fetches.unfetched.disorder()
         self._waiting[kind].disorder()

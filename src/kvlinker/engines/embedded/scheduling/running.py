@@ -35,8 +35,8 @@ class RunningRequests:
         max_running: int,
     ) -> None:
         """``waiting`` has the requests that want slots, by kind and in order; ``move`` changes a
-        request's state, and calls ``add`` and ``remove``. ``max_running`` is the most requests that
-        hold slots."""
+        request's state, and adds it to ``requests`` or calls ``remove``. ``max_running`` is the
+        most requests that hold slots."""
         self.slots = slots
         self.requests: list[Request] = []
         self.preemptions = 0
@@ -44,10 +44,6 @@ class RunningRequests:
         self._waiting = waiting
         self._move = move
         self._max_running = max_running
-
-    def add(self, request: Request) -> None:
-        """Count the request, which has slots, among those that run."""
-        self.requests.append(request)
 
     def remove(self, request: Request, heir: Request | None) -> None:
         """Take back the slots of a request that runs no more; give them to the ``heir`` where there

@@ -101,7 +101,7 @@ class Scheduler(RequestQueues):
         Raises OverloadedError for an answer when too many wait, and EngineClosedError.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise engine_closed()
             twin = self._by_identity.get(request.identity)
             if twin is not None:
@@ -118,7 +118,7 @@ class Scheduler(RequestQueues):
             if request.identity is not None:
                 self._by_identity[request.identity] = request
             if request.sequence is None:
-                self._fetches.add(request)
+                self._fetches.unfetched.add(request)
                 self._fetch_next()
             else:
                 self._move(request, RequestState.READY)
@@ -133,7 +133,7 @@ class Scheduler(RequestQueues):
         """Have the request, whose KV is there or arriving, wait for slots; return False, and do
         nothing, if it has ended meanwhile."""
         with self._lock:
-            self._fetches.report(request)
+            self._fetches.fetching.discard(request)
             takes = request.state is RequestState.LOADING
             if takes:
                 expected, request.sequence = request.pending, sequence
@@ -147,7 +147,7 @@ class Scheduler(RequestQueues):
     def failed(self, request: Request, error: KVLinkerError) -> None:
         """End the request with ``error``, since its KV cannot be had, unless it has ended."""
         with self._lock:
-            self._fetches.report(request)
+            self._fetches.fetching.discard(request)
             ends = request.state is RequestState.LOADING
             if ends:
                 self._move(request, RequestState.FINISHED)
@@ -166,7 +166,7 @@ class Scheduler(RequestQueues):
     def close(self) -> None:
         """Take no more requests; the engine's thread ends those that are here. Idempotent."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._lock.notify_all()
 
     def wake(self) -> None:
@@ -180,15 +180,15 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._in_step = frozenset()
             if self._has_work():
-                return not self._closed
+                return not self.closed
         before()
         with self._lock:
             self._lock.wait_for(self._has_work)
-            return not self._closed
+            return not self.closed
 
     def _has_work(self) -> bool:
         return bool(
-            self._closed or self._cancelled or self._running.requests or any(self._waiting.values())
+            self.closed or self._cancelled or self._running.requests or any(self._waiting.values())
         )
 
     def take_cancelled(self) -> list[Request]:
@@ -204,7 +204,7 @@ class Scheduler(RequestQueues):
         """End all requests, and return them, so that their callers can be told: also those that the
         failure which ends the engine has left in no sound state."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             ended = []
             for request in list(self._everything()):
                 try:
@@ -279,7 +279,7 @@ class Scheduler(RequestQueues):
             needed = (
                 layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
             )
-            self._fetches.wait_for_layers(request, min(needed, layers))
+            self._fetches.late[request] = min(needed, layers)
             self._move(request, RequestState.LOADING)
             self._admission.note_restart(request)
         for kv in arriving:
@@ -298,7 +298,7 @@ class Scheduler(RequestQueues):
                 for request in self._running.requests
                 if request.kind is not ResultKind.BACKGROUND
             )
-            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(
+            return bool(self.closed or self._cancelled or waiting) or not self._in_step.issuperset(
                 running
             )
 
@@ -323,7 +323,7 @@ class Scheduler(RequestQueues):
             self._waiting[request.kind].remove(request)
         request.state = state
         if state is RequestState.RUNNING:
-            self._running.add(request)
+            self._running.requests.append(request)
         elif state in (RequestState.READY, RequestState.PREEMPTED):
             self._waiting[request.kind].add(request)
         elif state is RequestState.FINISHED:
@@ -332,7 +332,7 @@ class Scheduler(RequestQueues):
                 request.hold.release()
                 request.hold = None
             self._admission.lines.remove(request)
-            if not self._closed:  # else nobody's turn comes any more
+            if not self.closed:  # else nobody's turn comes any more
                 self._push_back(request, -request.seconds_left)
         self._fetch_next()
         self._lock.notify_all()
@@ -344,7 +344,7 @@ class Scheduler(RequestQueues):
         return True
 
     def _fetch_next(self) -> None:
-        if not self._closed:
+        if not self.closed:
             self._fetches.start(self._waiting[ResultKind.ANSWER])
 
     def _hurry(self, twin: Request, request: Request) -> None:
@@ -364,14 +364,14 @@ class Scheduler(RequestQueues):
         """Make a request that left a step ready, if the layers that it waits for have arrived or
         are lost."""
         with self._lock:
-            wanted = self._fetches.layers_wanted(request)
+            wanted = self._fetches.late.get(request)
             if wanted is None:
                 return
             sequence = sequence_of(request)
             if sequence.lost:
                 self._fetches.remove(request)
                 request.lose()
-                self._fetches.add(request)
+                self._fetches.unfetched.add(request)
                 self._fetch_next()
             elif all(kv.delivered >= wanted for kv in sequence.arriving):
                 self._move(request, RequestState.READY)
@@ -379,7 +379,7 @@ class Scheduler(RequestQueues):
     def _heir(self, request: Request) -> Request | None:
         """Return a waiting answer to the same prompt that can take over the slots of a request that
         ends; None if there is none."""
-        if self._closed or not sequence_of(request).prompt_in_place:
+        if self.closed or not sequence_of(request).prompt_in_place:
             return None
         waiting = (
             choice
