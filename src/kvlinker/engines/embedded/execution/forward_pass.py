@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -306,7 +306,7 @@ class ForwardPass:
                 visible.shared,
                 self._ahead.layer([chunk.kv for chunk in visible.shared], self._kept_by[index]),
                 self._layers[index].rotary,
-                new=partial(computed, rows),
+                cache(partial(computed, rows)),
             )
             keep[rows] = refinement.keep(index, positions, deviations)
         if keep.all():

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +20,6 @@ from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, Re
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.linking.plan import Range
 from kvlinker.store.chunk_kv import ChunkKV
-
-
-class _Pass(NamedTuple):
-    """One pass over tokens from the first on, and the KV that it captures."""
-
-    tokens: NDArray[np.int64]
-    capture: Callable[[], Capture]
 
 
 class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
@@ -78,25 +70,23 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
             only_kv = replace(loaded.anatomy, recurrences=())
             return Capture(only_kv, [(start + more, end + more)], dtype=loaded.dtype)
 
-        passes = [_Pass(tokens, capture)]
+        # passes that are left, each with its tokens, and what makes the collector of its KV
+        self._later = [(tokens, capture)]
         if unrelated:
             start = spans[0][0]
             longer = np.concatenate(
                 (tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:])
             )
-            passes.insert(0, _Pass(longer, capture_behind))
-        first, *self._later = passes
+            self._later.insert(0, (longer, capture_behind))
         self._behind: ChunkKV | None = None
+        first, make = self._later.pop(0)
         self.sequence = TokenSequence(
-            first.tokens,
-            [(0, len(first.tokens))],
-            most_tokens=len(first.tokens),
-            capture=first.capture,
+            first, [(0, len(first))], most_tokens=len(first), capture=make
         )
 
     @property
     def pending(self) -> Sequence[Range]:
-        return (*super().pending, *((0, len(later.tokens)) for later in self._later))
+        return (*super().pending, *((0, len(tokens)) for tokens, _ in self._later))
 
     def advance(self, logits: Tensor | None) -> Ending | None:
         assert self.sequence is not None

@@ -123,7 +123,7 @@ class TokenSequence:
         self.own_in_prompt = sum(map(len, prompt))
         """The number of the prompt's tokens that are the sequence's own."""
 
-        self._own = np.concatenate([*prompt, np.arange(self.prompt_length, self.most_tokens)])
+        self._own = np.concatenate([*prompt, np.arange(self.prompt_length, len(self._tokens))])
         self._pending = self._missing(len(reused))
         self._own_tokens: OwnTokens | None = None
 
@@ -159,11 +159,6 @@ class TokenSequence:
     def most_own(self) -> int:
         """The most slots that the sequence's own tokens may take."""
         return len(self._own)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that prompt and answer may have together."""
-        return len(self._tokens)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -264,7 +259,7 @@ class TokenSequence:
             shared=self._shared,
             path=self.path,
             reused=self.reused,
-            most_tokens=self.most_tokens,
+            most_tokens=len(self._tokens),
             refine=self._refine,
         )
         forked.refinement, forked.missed = self.refinement, self.missed
