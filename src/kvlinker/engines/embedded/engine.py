@@ -99,10 +99,6 @@ def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
     return affordable
 
 
-def _step_tokens(loaded: LoadedModel) -> int:
-    return CPU_STEP_TOKENS if loaded.device.type == "cpu" else STEP_TOKENS
-
-
 class EmbeddedEngine:
     """``Engine`` over one model in this process. See ``kvlinker.engines.contract.contract`` for the
     contract.
@@ -188,7 +184,8 @@ class EmbeddedEngine:
             ),
             composer=StepComposer(
                 throughput,
-                max_step_tokens=settings.max_step_tokens or _step_tokens(loaded),
+                max_step_tokens=settings.max_step_tokens
+                or (CPU_STEP_TOKENS if on_host else STEP_TOKENS),
                 seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
             ),
             max_running=settings.max_running,

@@ -96,7 +96,8 @@ class Scheduler(RequestQueues):
             return identity in self._by_identity
 
     def enter(self, request: R) -> R:
-        """Accept the request, or return the unfinished one with the same identity.
+        """Accept the request, or return the unfinished one with the same identity, which hurries if
+        the request does.
 
         Raises OverloadedError for an answer when too many wait, and EngineClosedError.
         """
@@ -105,7 +106,9 @@ class Scheduler(RequestQueues):
                 raise engine_closed()
             twin = self._by_identity.get(request.identity)
             if twin is not None:
-                self._hurry(twin, request)
+                if request.urgent and not twin.urgent:
+                    self._admission.hurry(twin)
+                    self._disorder(twin.kind)
                 return cast(R, twin)
             self._arrived += 1
             request.number = self._arrived
@@ -346,13 +349,6 @@ class Scheduler(RequestQueues):
     def _fetch_next(self) -> None:
         if not self.closed:
             self._fetches.start(self._waiting[ResultKind.ANSWER])
-
-    def _hurry(self, twin: Request, request: Request) -> None:
-        """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the
-        same identity."""
-        if request.urgent and not twin.urgent:
-            self._admission.hurry(twin)
-            self._disorder(twin.kind)
 
     def _push_back(self, request: Request, seconds: float) -> None:
         """Have those of its tenant that come after the request wait for so many seconds more, or
