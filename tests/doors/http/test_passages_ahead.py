@@ -55,7 +55,7 @@ def test_the_second_request_finds_chunks(served: Served) -> None:
 def test_nothing_is_driven_out_for_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MEMORY_SHARE", -1)
     ask(served, document("a"))
-    passages = served.llm._content._ahead
+    passages = served.llm._reader._ahead
     assert passages
     passages._waiting.join()
     monkeypatch.undo()
@@ -77,7 +77,7 @@ def test_what_was_asked_for_stays_in_a_tenants_quota(tmp_path: Path) -> None:
         before = {cache["id"] for cache in caches(server)}
         assert len(before) == 2
         ask(server, document("a"), document("b"))
-        passages = server.llm._content._ahead
+        passages = server.llm._reader._ahead
         assert passages
         passages._waiting.join()
         assert {cache["id"] for cache in caches(server)} == before

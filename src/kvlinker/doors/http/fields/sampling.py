@@ -24,7 +24,6 @@ from kvlinker.doors.http.fields.parts import MarkTtl
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
-from kvlinker.service.content import Order
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.workflows import (
     LONGEST_WORKFLOW,
