@@ -20,7 +20,7 @@ from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.adapter import AttentionLayer, CacheGroup
 from kvlinker.engines.vllm.worker import fused_placing
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, layer_launches
+from kvlinker.engines.vllm.worker.layers import ChunkPart, layer_launches
 from kvlinker.store import ChunkKV, LayerKV
 from tests.engines.gpu.interpreting import computes_in_bfloat16
 
@@ -99,18 +99,19 @@ def worker(layout, dtype=torch.float32, form=None, groups=1, **changes):
         rope: Any = {"rope_type": "default", "rope_theta": 10000.0}
         halves = get_rope(DIM, 256, is_neox_style=True, rope_parameters=rope, dtype=dtype)
         pairs = get_rope(DIM, 256, is_neox_style=False, rope_parameters=rope, dtype=dtype)
-    layers: list[AttentionModules] = []
+    layers: list[AttentionLayer] = []
     halves, pairs = copy.deepcopy((halves, pairs))  # vLLM keeps what it makes
     for index, rotary in enumerate((halves, pairs, halves, None)):
         cache = torch.zeros(SHAPES[layout], dtype=dtype if form is None else torch.uint8)
         if index % groups:
-            cache = layers[-1].attention.module.kv_cache
+            cache = layers[-1].module.kv_cache
         module = SimpleNamespace(impl=Backend(layout, form), kv_cache=cache)
         module._k_scale, module._v_scale = torch.tensor(0.5 + index), torch.tensor(2.0)
-        attention = AttentionLayer(
-            f"layer {index}", module, HEADS, DIM, DIM, 0, HEADS, group=index % groups
+        layers.append(
+            AttentionLayer(
+                f"layer {index}", module, HEADS, DIM, DIM, 0, HEADS, index % groups, rotary
+            )
         )
-        layers.append(AttentionModules(attention, rotary))
     return SimpleNamespace(**facts | changes), layers
 
 
@@ -161,9 +162,9 @@ def run(launches):
 def placed(layers, launches):
     """What is in all caches once the launches are carried out."""
     for layer in layers:
-        layer.attention.module.kv_cache.fill_(7)
+        layer.module.kv_cache.fill_(7)
     run(launches)
-    return [layer.attention.module.kv_cache.clone() for layer in layers]
+    return [layer.module.kv_cache.clone() for layer in layers]
 
 
 def some_parts(dtype=torch.float32):
@@ -180,7 +181,7 @@ def test_all_chunks_are_placed_by_a_launch_for_each_rotary_embedding(layout, lau
     bound, layers = worker(layout)
     placing = fused_placing.fused_placing(bound, layers)
     assert placing is not None
-    assert not any(layer.attention.module.kv_cache.any() for layer in layers)
+    assert not any(layer.module.kv_cache.any() for layer in layers)
     parts = some_parts()
     expected = placed(layers, layer_launches(layers, [parts]))
     launches.clear()

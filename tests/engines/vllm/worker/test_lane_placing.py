@@ -83,13 +83,13 @@ def test_each_layer_waits_for_its_own_parts_alone():
 
     expected = placed(layers, launches(parts))
     for layer in layers:
-        layer.attention.module.kv_cache.fill_(7)
+        layer.module.kv_cache.fill_(7)
     placing = LanePlacing(device, layers, launches)
     placing.place(parts)
-    assert all((layer.attention.module.kv_cache == 7).all() for layer in layers)
+    assert all((layer.module.kv_cache == 7).all() for layer in layers)
     placing.wait_for("layer 1")
-    assert torch.equal(layers[1].attention.module.kv_cache, expected[1])
-    assert (layers[2].attention.module.kv_cache == 7).all()
+    assert torch.equal(layers[1].module.kv_cache, expected[1])
+    assert (layers[2].module.kv_cache == 7).all()
     placing.wait_for("layer 1")
     placing.wait_for_all()
     assert [line for line in device.log if line.startswith("wait")] == [
@@ -98,4 +98,4 @@ def test_each_layer_waits_for_its_own_parts_alone():
         "wait 2",
         "wait 3",
     ]
-    assert torch.equal(layers[3].attention.module.kv_cache, expected[3])
+    assert torch.equal(layers[3].module.kv_cache, expected[3])

@@ -1,6 +1,7 @@
 """Latents are asked and placed as attention over what they expand to has it, whole on every
 worker."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from kvlinker.engines.vllm.adapter import CacheGroup, rotate
 from kvlinker.engines.vllm.adapter.latent_layers import LatentLayer, latents_unplaceable
 from kvlinker.engines.vllm.worker import fused_placing
 from kvlinker.engines.vllm.worker.layers import (
-    AttentionModules,
     ChunkPart,
     asked_kv,
     layer_launches,
@@ -61,7 +61,7 @@ def latent_layer():
     with set_current_vllm_config(VllmConfig()):
         rotary = get_rope(SHARED, 64, is_neox_style=False, rope_parameters=ROPE)
     stand_in: Any = module
-    return AttentionModules(LatentLayer.of("layer", stand_in, 0), rotary)
+    return replace(LatentLayer.of("layer", stand_in, 0), rotary=rotary)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def part():
 
 
 def test_projected_queries_ask_what_expanded_keys_are_asked():
-    layer = latent_layer().attention
+    layer = latent_layer()
     query = torch.randn(5, HEADS, OWN + SHARED)
     key, latent = torch.randn(7, 1, SHARED), torch.randn(7, 1, LATENT)
     expanded = torch.einsum("tl,hpl->thp", latent[:, 0], layer.module.W_UK_T)
@@ -90,12 +90,12 @@ def test_every_worker_writes_all_of_a_chunk(part):
         own = own_heads([worker], torch.float32, part.kv)
         assert own.layers == part.kv.layers
         place([worker], [[part]])
-        found = worker.attention.module.kv_cache.view(-1, LATENT + SHARED)[part.slots]
+        found = worker.module.kv_cache.view(-1, LATENT + SHARED)[part.slots]
         torch.testing.assert_close(found[:, :LATENT], layer.value[0, 3:])
         turned = rotate(worker.rotary, part.positions, layer.key[0, 3:, None].clone())[:, 0]
         torch.testing.assert_close(found[:, LATENT:], turned)
         assert (turned - layer.key[0, 3:]).abs().max() > 0.1
-        asked = asked_kv([worker], 0, [part])[:, 0]
+        asked = asked_kv(worker, 0, [part])[:, 0]
         torch.testing.assert_close(asked, torch.cat([found[:, LATENT:], layer.value[0, 3:]], -1))
 
 
@@ -128,7 +128,7 @@ def test_one_kernel_places_latents_as_layer_by_layer(part, on_gpu, monkeypatch):
     )
     placing = fused_placing.fused_placing(bound, [worker])
     assert placing is not None
-    cache = worker.attention.module.kv_cache
+    cache = worker.module.kv_cache
     found = []
     for launches in (layer_launches([worker], [[part]]), placing.launches([[part]])):
         cache.fill_(7)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from kvlinker.engines.vllm.adapter import AttentionLayer
 from kvlinker.engines.vllm.adapter.bound_model import BoundModel
-from kvlinker.engines.vllm.worker.layers import AttentionModules, own_heads
+from kvlinker.engines.vllm.worker.layers import own_heads
 from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.format.encryption import Sealing
@@ -40,7 +40,7 @@ def worker_layers(total, ranks, rank):
     bound._groups = [SimpleNamespace(layer_names=names, kv_cache_group_id=0)]
     bound.borrowing, bound.max_model_len = frozenset(), 512
     layers: list[AttentionLayer] = list(bound._attention_layers())
-    return [AttentionModules(layer, None) for layer in layers]
+    return layers
 
 
 @pytest.fixture(autouse=True)

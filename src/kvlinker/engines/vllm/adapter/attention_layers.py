@@ -16,7 +16,8 @@ from kvlinker.engines.contract.attention import AttentionOptions
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One attention layer of this worker. ``first_head`` is its first KV head among all of the
-    layer's, ``group`` the number of the KV cache group whose blocks it uses."""
+    layer's, ``group`` the number of the KV cache group whose blocks it uses, ``rotary`` what
+    applies the rotary embedding to its keys, None if there is none, or before a pass was seen."""
 
     name: str
     module: Any
@@ -26,6 +27,7 @@ class AttentionLayer:
     first_head: int
     total_heads: int
     group: int = 0
+    rotary: Any | None = None
 
     keeps_latents: ClassVar[bool] = False
     """True if all heads attend to one latent of each token (see ``LatentLayer``)."""

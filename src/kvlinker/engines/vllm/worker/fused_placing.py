@@ -20,7 +20,6 @@ from kvlinker.engines.gpu import has_kernels
 from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
 from kvlinker.engines.vllm.worker.layers import (
-    AttentionModules,
     ChunkPart,
     GroupParts,
     Launch,
@@ -76,7 +75,7 @@ class FusedPlacing:
     """
 
     def __init__(
-        self, bound: BoundModel, layers: Sequence[AttentionModules], kernel: PlacingKernel
+        self, bound: BoundModel, layers: Sequence[AttentionLayer], kernel: PlacingKernel
     ) -> None:
         """Raises LookupError if a cache or a rotary embedding is of a kind that is not known."""
         if bound.dtype not in kernel.dtypes:
@@ -86,15 +85,13 @@ class FusedPlacing:
         self._bound = bound
         self._kernel = kernel
         forms = kernel.forms if bound.has_rounded_cache else (None,)
-        found = [_cache_of(layer.attention, bound, forms) for layer in layers]
+        found = [_cache_of(layer, bound, forms) for layer in layers]
         self.form = found[0].form
         """The form of fp8 that caches have, if any."""
 
         alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
-            attention = layer.attention
-            kind = id(layer.rotary), attention.heads, attention.key_dim, attention.group
-            alike[kind].append(index)
+            alike[id(layer.rotary), layer.heads, layer.key_dim, layer.group].append(index)
         self._groups = sorted(
             (
                 self._alike(indices[begin : begin + LAYERS_AT_ONCE], layers, found)
@@ -106,14 +103,14 @@ class FusedPlacing:
 
     @staticmethod
     def _alike(
-        indices: Sequence[int], layers: Sequence[AttentionModules], found: Sequence[_FoundCache]
+        indices: Sequence[int], layers: Sequence[AttentionLayer], found: Sequence[_FoundCache]
     ) -> _Alike:
         form, rounding = found[indices[0]].form, None
         if form is not None:
-            rounding = Rounding(form, [layers[index].attention.scales for index in indices])
+            rounding = Rounding(form, [layers[index].scales for index in indices])
         return _Alike(
             tuple(indices),
-            layers[indices[0]].attention.group,
+            layers[indices[0]].group,
             _rotation(layers[indices[0]].rotary),
             tuple(found[index].cache for index in indices),
             rounding,
@@ -153,7 +150,7 @@ class FusedPlacing:
 
 
 def fused_placing(
-    bound: BoundModel, layers: Sequence[AttentionModules], *, native: bool = True
+    bound: BoundModel, layers: Sequence[AttentionLayer], *, native: bool = True
 ) -> FusedPlacing | None:
     """Return the placing by one kernel, once it has placed the same as layer by layer; None if
     it does not, and the log says why. Without ``native``, no code is compiled for CPUs. Uses the
@@ -179,7 +176,7 @@ def _kernel_for(device: torch.device, *, native: bool) -> PlacingKernel | None:
 
 
 def _require_same(
-    placing: FusedPlacing, bound: BoundModel, layers: Sequence[AttentionModules]
+    placing: FusedPlacing, bound: BoundModel, layers: Sequence[AttentionLayer]
 ) -> None:
     """Raises LookupError unless some tokens are placed as layer by layer."""
     generator = torch.Generator().manual_seed(0)
@@ -189,11 +186,10 @@ def _require_same(
         made = torch.randn(size, generator=generator).to(bound.dtype)
         return made if bound.device.type == "cpu" else made.pin_memory()
 
-    attentions = [layer.attention for layer in layers]
     kv = ChunkKV(
         tuple(
             LayerKV(random(each.heads, each.key_dim), random(each.heads, each.value_dim))
-            for each in attentions
+            for each in layers
         )
     )
     farthest = min(1000, bound.max_model_len - 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvlinker.engines.vllm.worker.layers import AttentionModules, GroupParts, Launch
+from kvlinker.engines.vllm.adapter import AttentionLayer
+from kvlinker.engines.vllm.worker.layers import GroupParts, Launch
 from kvlinker.store.memory.lane import Arrival, CopyLane
 
 Launches = Callable[[GroupParts], Iterator[Launch]]
@@ -20,10 +21,10 @@ class LanePlacing:
     """
 
     def __init__(
-        self, lane: CopyLane | None, layers: Sequence[AttentionModules], launches: Launches
+        self, lane: CopyLane | None, layers: Sequence[AttentionLayer], launches: Launches
     ) -> None:
         self._lane = lane
-        self._names = [layer.attention.name for layer in layers]
+        self._names = [layer.name for layer in layers]
         self._launches = launches
         self._under_way: dict[str, Arrival] = {}
 

@@ -4,7 +4,7 @@ caches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,29 +17,15 @@ from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.chunk_kv import changed
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionModules:
-    """An attention layer, and the module that applies the rotary embedding to its keys, if there is
-    one."""
-
-    attention: AttentionLayer
-    rotary: Any | None
-
-    def rotated(self, key: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``key`` [tokens, heads, dim] to ``positions`` [tokens] by the model's own
-        arithmetic. May change ``key``."""
-        return key if self.rotary is None else rotate(self.rotary, positions, key)
-
-
-def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
-    """Return the attention layers in the order in which the model calls them; there is no code per
-    model family.
+def trace_layers(bound: BoundModel) -> tuple[AttentionLayer, ...]:
+    """Return the attention layers, with their rotary embeddings, in the order in which the model
+    calls them; there is no code per model family.
 
     Raises UnsupportedModelError if keys are changed between rotary embedding and attention, or
     layers are not called exactly once each.
     """
     by_name = {layer.name: layer for layer in bound.layers}
-    layers: list[AttentionModules] = []
+    layers: list[AttentionLayer] = []
     pending: list[tuple[Any, int]] = []  # and how many values of each token it rotates
 
     def rotated(module: Any, positions: Tensor, key: Tensor | None) -> None:
@@ -63,11 +49,11 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
                 " vLLM: if VLLM_MLA_DISABLE is set, leave it out, else serve the model with"
                 " kvlinker's own engine (--engine embedded)."
             )
-        layers.append(AttentionModules(attention, module))
+        layers.append(replace(attention, rotary=module))
 
     with watched(bound, rotated=rotated, attended=attended):
         bound.trace()
-    if sorted(layer.attention.name for layer in layers) != sorted(by_name):
+    if sorted(layer.name for layer in layers) != sorted(by_name):
         raise UnsupportedModelError(
             "The model does not call each of its attention layers once per pass."
         )
@@ -79,7 +65,7 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionModules, ...]:
     return tuple(layers)
 
 
-def own_heads(layers: Sequence[AttentionModules], dtype: torch.dtype, kv: ChunkKV) -> ChunkKV:
+def own_heads(layers: Sequence[AttentionLayer], dtype: torch.dtype, kv: ChunkKV) -> ChunkKV:
     """Return this worker's heads of a chunk, which has those of all workers.
 
     Raises ValueError, with why, for a chunk that does not fit the model, which computes in
@@ -89,7 +75,7 @@ def own_heads(layers: Sequence[AttentionModules], dtype: torch.dtype, kv: ChunkK
         raise ValueError(f"it has {len(kv.layers)} layers, the model has {len(layers)}")
 
     def own(index: int, layer: LayerKV) -> LayerKV:
-        attention = layers[index].attention
+        attention = layers[index]
         found = layer.key.shape[0], layer.key.shape[2], layer.value.shape[2]
         expected = attention.total_heads, attention.key_dim, attention.value_dim
         if found != expected:
@@ -136,13 +122,13 @@ class Launch(NamedTuple):
     work: Callable[[], object]
 
 
-def place(layers: Sequence[AttentionModules], parts: GroupParts) -> None:
+def place(layers: Sequence[AttentionLayer], parts: GroupParts) -> None:
     """Write all parts into the KV cache, layer by layer."""
     for _, work in layer_launches(layers, parts):
         work()
 
 
-def layer_launches(layers: Sequence[AttentionModules], parts: GroupParts) -> Iterator[Launch]:
+def layer_launches(layers: Sequence[AttentionLayer], parts: GroupParts) -> Iterator[Launch]:
     """Yield the writing of all parts into the KV cache, layer by layer."""
     slots = {
         number: torch.cat([part.slots for part in group])
@@ -151,36 +137,36 @@ def layer_launches(layers: Sequence[AttentionModules], parts: GroupParts) -> Ite
     }
 
     def work(index: int) -> None:
-        attention = layers[index].attention
-        key, value = placed_kv(layers, index, parts[attention.group])
-        attention.write(key, value, slots[attention.group])
+        layer = layers[index]
+        layer.write(*placed_kv(layer, index, parts[layer.group]), slots[layer.group])
 
     for index, layer in enumerate(layers):
-        if layer.attention.group in slots:
+        if layer.group in slots:
             yield Launch((index,), partial(work, index))
 
 
 def placed_kv(
-    layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]
+    layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts' keys, rotated, and values in layer ``index``: [all tokens, heads, dim] on
-    the model's device."""
+    """Return the parts' keys, rotated by the model's own arithmetic, and values in the ``layer``
+    number ``index``: [all tokens, heads, dim] on the model's device."""
     values = [part.kv.layers[index].value for part in parts]
-    return _placed_keys(layers[index], index, parts), _gathered(values, parts)
+    return _placed_keys(layer, index, parts), _gathered(values, parts)
 
 
-def asked_kv(layers: Sequence[AttentionModules], index: int, parts: Sequence[ChunkPart]) -> Tensor:
-    """Return what queries are multiplied by of the parts in layer ``index``, rotated: [all tokens,
-    heads, dim]. Values are copied only where that takes them."""
-    attention = layers[index].attention
-    if attention.keeps_latents:
-        return attention.asked(*placed_kv(layers, index, parts))
-    return _placed_keys(layers[index], index, parts)
+def asked_kv(layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return what queries are multiplied by of the parts in the ``layer`` number ``index``,
+    rotated: [all tokens, heads, dim]. Values are copied only where that takes them."""
+    if layer.keeps_latents:
+        return layer.asked(*placed_kv(layer, index, parts))
+    return _placed_keys(layer, index, parts)
 
 
-def _placed_keys(layer: AttentionModules, index: int, parts: Sequence[ChunkPart]) -> Tensor:
-    keys = [part.kv.layers[index].key for part in parts]
-    return layer.rotated(_gathered(keys, parts), torch.cat([part.positions for part in parts]))
+def _placed_keys(layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    keys = _gathered([part.kv.layers[index].key for part in parts], parts)
+    if layer.rotary is None:
+        return keys
+    return rotate(layer.rotary, torch.cat([part.positions for part in parts]), keys)
 
 
 def _gathered(chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:

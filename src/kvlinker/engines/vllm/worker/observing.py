@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import Queries, attention_weights
-from kvlinker.engines.vllm.adapter import BoundModel, watched
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, asked_kv, placed_kv
+from kvlinker.engines.vllm.worker.layers import ChunkPart, asked_kv, placed_kv
 
 
 class QuestionObservation:
     """Collects the attention of a request's last token on all of its ``length`` tokens, layer by
     layer. Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[AttentionModules], length: int) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], length: int) -> None:
         self.unplaced: tuple[ChunkPart, ...] = ()
         """All chunks of the request where the pass itself is to place them, so that their keys are
         copied once."""
@@ -42,7 +42,7 @@ class QuestionObservation:
         ``parts`` are all chunks of the request; those that are unplaced are placed, before the
         layer attends.
         """
-        attention = self._layers[layer].attention
+        attention = self._layers[layer]
         keys = query.new_empty(
             (attention.heads, self._length, query.shape[-1])
         )  # as a matrix product reads them
@@ -61,9 +61,9 @@ class QuestionObservation:
 
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
         if not self.unplaced:
-            return asked_kv(self._layers, layer, parts)
-        attention = self._layers[layer].attention
-        key, value = placed_kv(self._layers, layer, parts)
+            return asked_kv(self._layers[layer], layer, parts)
+        attention = self._layers[layer]
+        key, value = placed_kv(attention, layer, parts)
         attention.write(key, value, torch.cat([part.slots for part in parts]))
         return attention.asked(key, value)
 
@@ -90,15 +90,15 @@ class ObservedRows:
 
 @contextmanager
 def observing(
-    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ObservedRows]
+    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[ObservedRows]
 ) -> Iterator[None]:
     """Have a pass by the modules give its keys and the last tokens' queries to the rows'
     observations."""
-    index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
+    index_of = {layer.name: index for index, layer in enumerate(layers)}
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
-        attention = layers[index].attention
+        attention = layers[index]
         asked = attention.asked(*attention.by_heads(key, value))
         queries = query.reshape(len(asked), -1)
         for each in rows:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.steps import (
     NO_BLOCK,
     PlacedPart,
@@ -24,7 +24,6 @@ from kvlinker.engines.vllm.protocol.steps import (
 from kvlinker.engines.vllm.worker.fused_placing import fused_placing
 from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import (
-    AttentionModules,
     ChunkPart,
     GroupParts,
     layer_launches,
@@ -156,7 +155,7 @@ class Passes:
     def __init__(
         self,
         bound: BoundModel,
-        layers: Sequence[AttentionModules],
+        layers: Sequence[AttentionLayer],
         *,
         tokens: int,
         runs: int,

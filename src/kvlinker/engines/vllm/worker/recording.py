@@ -17,9 +17,9 @@ from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import content_of
 from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.contract.observation import ScoreCollector
-from kvlinker.engines.vllm.adapter import BoundModel, watched
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, placed_kv
+from kvlinker.engines.vllm.worker.layers import ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, host_room
 
@@ -36,7 +36,7 @@ class ChunkCapture:
         self,
         chunk: CapturedChunk,
         tokens: NDArray[np.int64],
-        layers: Sequence[AttentionModules],
+        layers: Sequence[AttentionLayer],
         dtype: torch.dtype,
         *,
         with_scores: bool,
@@ -46,7 +46,7 @@ class ChunkCapture:
         self.chunk = chunk
         length = chunk.end - chunk.begin
         room = partial(host_room, dtype=dtype, device=device)
-        self._attentions = [layer.attention for layer in layers]
+        self._attentions = layers
         self._kv = [
             (room((length, each.heads, each.key_dim)), room((length, each.heads, each.value_dim)))
             for each in self._attentions
@@ -117,10 +117,8 @@ class KVComparison:
     compared layer, from that of chunks: the measure that CacheBlend chooses by (CacheBlend, section
     4.3). Has this worker's heads only."""
 
-    def __init__(
-        self, layers: Sequence[AttentionModules], length: int, device: torch.device
-    ) -> None:
-        self._attention = layers[COMPARED_LAYER].attention
+    def __init__(self, layers: Sequence[AttentionLayer], length: int, device: torch.device) -> None:
+        self._attention = layers[COMPARED_LAYER]
         self._squares = torch.zeros(2, length, device=device)
 
     def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
@@ -160,10 +158,10 @@ class ComparedRows:
 
 @contextmanager
 def capturing(
-    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[CapturedRows]
+    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[CapturedRows]
 ) -> Iterator[None]:
     """Have a pass by the modules give its KV to the rows' captures."""
-    index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
+    index_of = {layer.name: index for index, layer in enumerate(layers)}
     unrotated: list[Tensor] = []
 
     def rotated(_: object, __: Tensor, key: Tensor) -> None:
@@ -171,7 +169,7 @@ def capturing(
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
-        attention = layers[index].attention
+        attention = layers[index]
         keys, values = attention.by_heads(key, value)
         plain = unrotated.pop().reshape(keys.shape) if unrotated else keys
         queries = query.reshape(len(keys), -1)
@@ -191,11 +189,11 @@ class _PassIsOver(Exception):  # noqa: N818  # no error
 
 @contextmanager
 def comparing(
-    bound: BoundModel, layers: Sequence[AttentionModules], rows: Sequence[ComparedRows]
+    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[ComparedRows]
 ) -> Iterator[None]:
     """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as
     they have it."""
-    attention = layers[COMPARED_LAYER].attention
+    attention = layers[COMPARED_LAYER]
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name != attention.name:
@@ -205,7 +203,7 @@ def comparing(
             for part in each.parts:
                 first = each.first + part.begin - each.begin
                 own = slice(first, first + part.last - part.first)
-                for index, placed in enumerate(placed_kv(layers, COMPARED_LAYER, [part])):
+                for index, placed in enumerate(placed_kv(attention, COMPARED_LAYER, [part])):
                     each.comparison.note(part.begin, index, new[index][own], placed)
         raise _PassIsOver
 

@@ -18,9 +18,9 @@ from kvlinker.engines.contract.selftest import (
     TOLERANCE,
     SelfTestCheck,
 )
-from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
-from kvlinker.engines.vllm.worker.layers import AttentionModules, ChunkPart, own_heads, place
+from kvlinker.engines.vllm.worker.layers import ChunkPart, own_heads, place
 from kvlinker.engines.vllm.worker.recording import CapturedRows, ChunkCapture, capturing
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
@@ -39,7 +39,7 @@ tables are rounded to these, and each layer adds to that (7e-2 in 32 layers of r
 H100)."""
 
 
-def self_test(bound: BoundModel, layers: Sequence[AttentionModules]) -> tuple[SelfTestCheck, ...]:
+def self_test(bound: BoundModel, layers: Sequence[AttentionLayer]) -> tuple[SelfTestCheck, ...]:
     """Compare hidden states over linked KV with those of the model's own pass, on a fixed random
     prompt.
 
@@ -53,7 +53,7 @@ def self_test(bound: BoundModel, layers: Sequence[AttentionModules]) -> tuple[Se
         subject.fill(0, PROMPT_TOKENS, 0.0)
 
 
-def require_exact(bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
+def require_exact(bound: BoundModel, layers: Sequence[AttentionLayer]) -> None:
     """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer
     tokens than the prompt is refused, too."""
     if bound.max_model_len < PROMPT_TOKENS:
@@ -134,7 +134,7 @@ class _Subject:
     """The model under test, with a prompt whose token at position p lies in slot p of the first
     blocks, however far its rotary embedding is moved."""
 
-    def __init__(self, bound: BoundModel, layers: Sequence[AttentionModules]) -> None:
+    def __init__(self, bound: BoundModel, layers: Sequence[AttentionLayer]) -> None:
         self.bound = bound
         self.layers = layers
         self.farthest = bound.max_model_len - PROMPT_TOKENS
@@ -178,17 +178,17 @@ class _Subject:
         """Overwrite the KV of positions [begin, end)."""
         positions = torch.arange(begin, end, device=self.bound.device)
         for layer in self.layers:
-            slots = self._slots(layer.attention.group, positions)
+            slots = self._slots(layer.group, positions)
             key, values = (
                 torch.full(
-                    (end - begin, layer.attention.heads, dim),
+                    (end - begin, layer.heads, dim),
                     value,
                     dtype=self.bound.dtype,
                     device=self.bound.device,
                 )
-                for dim in (layer.attention.key_dim, layer.attention.value_dim)
+                for dim in (layer.key_dim, layer.value_dim)
             )
-            layer.attention.write(key, values, slots)
+            layer.write(key, values, slots)
 
     @property
     def _groups(self) -> range:
