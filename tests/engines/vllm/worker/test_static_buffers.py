@@ -12,16 +12,18 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from kvlinker.engines.vllm.adapter import AttentionLayer
-from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk, KVDeviation
+from kvlinker.engines.vllm.protocol.transfer_plan import (
+    COMPARED_LAYER,
+    CapturedChunk,
+    KVDeviation,
+)
 from kvlinker.engines.vllm.worker.layers import ChunkPart, trace_layers
-from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
+from kvlinker.engines.vllm.worker.observing import QuestionObservation
 from kvlinker.engines.vllm.worker.recording import (
-    CapturedRows,
     ChunkCapture,
-    ComparedRows,
     KVComparison,
-    capturing,
-    comparing,
+    RecordedRows,
+    recording,
 )
 from kvlinker.store import ChunkKV, LayerKV
 
@@ -114,7 +116,7 @@ def captured(bound, layers):
     chunk = CapturedChunk(key="0" * 64, begin=2, end=LENGTH)
     capture = ChunkCapture(chunk, tokens, layers, torch.float32, with_scores=True)
     for first, last in ((0, CUT), (CUT, LENGTH)):
-        with capturing(bound, layers, [CapturedRows(0, last - first, first, [capture])]):
+        with recording(bound, layers, [RecordedRows(0, last - first, first, [capture])]):
             bound.model(first, last)
         overwrite(bound)
     kv = capture.finish(bound)
@@ -147,8 +149,8 @@ def observed(bound, layers):
     part = parts_of(3, 5)
     runs = [(0, 3, ()), (5, CUT, ()), (CUT, LENGTH, (part,))]
     for first, last, parts in runs:
-        rows = ObservedRows(0, last - first, first, parts, observation)
-        with observing(bound, layers, [rows]):
+        rows = RecordedRows(0, last - first, first, [observation], parts)
+        with recording(bound, layers, [rows]):
             bound.model(first, last)
         overwrite(bound)
     return torch.stack(observation._weights)
@@ -163,8 +165,9 @@ def test_observed_keys_stay_as_they_were():
 def compared(bound, layers):
     comparison = KVComparison(layers, LENGTH, torch.device("cpu"))
     for first, last in ((0, CUT), (CUT, LENGTH)):
-        rows = ComparedRows(0, first, (parts_of(first, last),), comparison)
-        with comparing(bound, layers, [rows]):
+        parts = (parts_of(first, last),)
+        rows = RecordedRows(0, last - first, first, [comparison], parts)
+        with recording(bound, layers, [rows], until=COMPARED_LAYER):
             bound.model(first, last)
         overwrite(bound)
     return KVDeviation.from_bytes(comparison.finish(bound))

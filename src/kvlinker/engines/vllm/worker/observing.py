@@ -3,17 +3,16 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import Queries, attention_weights
-from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
 from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
 from kvlinker.engines.vllm.worker.layers import ChunkPart, asked_kv, placed_kv
+from kvlinker.engines.vllm.worker.recording import AttentionCall, RecordedRows
 
 
 class QuestionObservation:
@@ -30,19 +29,16 @@ class QuestionObservation:
         self._computed: list[list[tuple[int, Tensor]]] = [[] for _ in layers]
         self._weights: list[Tensor] = []
 
-    def note(self, layer: int, begin: int, key: Tensor) -> None:
-        """Keep what queries are multiplied by of computed tokens, [tokens, heads, dim], with its
-        rotary embedding, of the positions from ``begin`` on."""
-        self._computed[layer].append((begin, key.clone()))
-
-    def ask(self, layer: int, query: Tensor, parts: Sequence[ChunkPart]) -> None:
-        """Weigh all positions by the last token's ``query`` [heads, dim], once all others' keys
-        are noted.
-
-        ``parts`` are all chunks of the request; those that are unplaced are placed, before the
-        layer attends.
-        """
-        attention = self._layers[layer]
+    def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
+        """Keep what queries are multiplied by of computed tokens, and weigh all positions by the
+        request's last token, with which the rows have all ``parts``; those that are unplaced are
+        placed, before the layer attends."""
+        attention, parts = self._layers[layer], rows.parts
+        asked = attention.asked(call.key, call.value)
+        self._computed[layer].append((rows.begin, asked.clone()))
+        if not parts:
+            return
+        (query,) = attention.queries(call.query[-1:])
         keys = query.new_empty(
             (attention.heads, self._length, query.shape[-1])
         )  # as a matrix product reads them
@@ -60,9 +56,9 @@ class QuestionObservation:
         self._weights.append(weights.mean(0)[0])
 
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
-        if not self.unplaced:
-            return asked_kv(self._layers[layer], layer, parts)
         attention = self._layers[layer]
+        if not self.unplaced:
+            return asked_kv(attention, layer, parts)
         key, value = placed_kv(attention, layer, parts)
         attention.write(key, value, torch.cat([part.slots for part in parts]))
         return attention.asked(key, value)
@@ -73,40 +69,3 @@ class QuestionObservation:
         return QuestionAttention(
             bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy()
         ).to_bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedRows:
-    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request
-    that observes. The last row is the request's last token where there are ``parts``, its placed
-    chunks."""
-
-    first: int
-    count: int
-    begin: int
-    parts: Sequence[ChunkPart]
-    observation: QuestionObservation
-
-
-@contextmanager
-def observing(
-    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[ObservedRows]
-) -> Iterator[None]:
-    """Have a pass by the modules give its keys and the last tokens' queries to the rows'
-    observations."""
-    index_of = {layer.name: index for index, layer in enumerate(layers)}
-
-    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        index = index_of[name]
-        attention = layers[index]
-        asked = attention.asked(*attention.by_heads(key, value))
-        queries = query.reshape(len(asked), -1)
-        for each in rows:
-            end = each.first + each.count
-            each.observation.note(index, each.begin, asked[each.first : end])
-            if each.parts:
-                (last,) = attention.queries(queries[end - 1 : end])
-                each.observation.ask(index, last, each.parts)
-
-    with watched(bound, rotated=lambda *_: None, attended=attended):
-        yield

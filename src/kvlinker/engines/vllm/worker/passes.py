@@ -21,6 +21,7 @@ from kvlinker.engines.vllm.protocol.steps import (
     StartedTransfer,
     TransferSlice,
 )
+from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER
 from kvlinker.engines.vllm.worker.fused_placing import fused_placing
 from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import (
@@ -29,15 +30,13 @@ from kvlinker.engines.vllm.worker.layers import (
     layer_launches,
     place,
 )
-from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
+from kvlinker.engines.vllm.worker.observing import QuestionObservation
 from kvlinker.engines.vllm.worker.recording import (
-    FIRST_LAYERS,
-    CapturedRows,
     ChunkCapture,
-    ComparedRows,
     KVComparison,
-    capturing,
-    comparing,
+    RecordedRows,
+    Recorder,
+    recording,
 )
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
@@ -72,6 +71,11 @@ class TransferTask:
     """True once the scheduler side knows that the chunks are in memory."""
 
     failed: bool = False
+
+    @property
+    def recorders(self) -> Sequence[Recorder]:
+        """What looks at its passes."""
+        return self.captures if self.measurement is None else (self.measurement,)
 
     def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> list[list[ChunkPart]]:
         """Return the parts' KV and its places, by group of layers. If a chunk does not fit the
@@ -200,7 +204,7 @@ class Passes:
                 others.append((task, each))
         self._placing.place(self._parts(each for each in others if not _compares(each[0])))
         compared = self._parts(each for each in others if _compares(each[0]))
-        place(self._layers[FIRST_LAYERS], compared)
+        place(self._layers[:COMPARED_LAYER], compared)
 
     def settle(self) -> None:
         """Have the next computation find everything that was placed."""
@@ -210,19 +214,14 @@ class Passes:
         """Compute the slices' runs, each layer once all is placed in it. Raises the model's
         errors."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(
-            runs, lambda task: not task.captures and task.measurement is None
-        ):
+        for group in self._grouped(run for run in runs if not run.task.recorders):
             self._forward(group)
-        for group in self._grouped(runs, lambda task: bool(task.captures)):
-            with capturing(self._bound, self._layers, _captured_rows(group)):
-                self._forward(group, eager=True)
-        for group in self._grouped(runs, _observes):
-            with observing(self._bound, self._layers, list(self._observed_rows(group))):
-                self._forward(group, eager=True)
-        for group in self._grouped(runs, _compares):
-            with comparing(self._bound, self._layers, list(self._compared_rows(group))):
-                self._forward(group, eager=True)
+        recorded = [run for run in runs if run.task.recorders]
+        for compares, until in ((False, None), (True, COMPARED_LAYER)):
+            for group in self._grouped(run for run in recorded if _compares(run.task) is compares):
+                rows = [self._rows(run) for run in group]
+                with recording(self._bound, self._layers, rows, until=until):
+                    self._forward(group, eager=True)
 
     def _forward(self, runs: Sequence[_TaskRun], *, eager: bool = False) -> None:
         sequences = self._sequences(runs)
@@ -235,28 +234,21 @@ class Passes:
                 group += own
         return parts
 
-    def _grouped(
-        self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]
-    ) -> Iterator[list[_TaskRun]]:
-        """Group the runs of the tasks for which ``wanted`` is true, as many at once as a pass
-        takes."""
+    def _grouped(self, runs: Iterable[_TaskRun]) -> Iterator[list[_TaskRun]]:
+        """Group the runs, as many at once as a pass takes, and cut those that are longer than
+        one."""
         group: list[_TaskRun] = []
         tokens = 0
-        for run in self._cut(run for run in runs if wanted(run.task)):
-            length = run.end - run.begin
-            if group and (tokens + length > self._tokens or len(group) == self._runs):
-                yield group
-                group, tokens = [], 0
-            group.append(_TaskRun(run.task, run.begin, run.end, first=tokens))
-            tokens += length
-        if group:
-            yield group
-
-    def _cut(self, runs: Iterable[_TaskRun]) -> Iterator[_TaskRun]:
-        """Cut the runs so that none is longer than a pass."""
         for run in runs:
             for begin in range(run.begin, run.end, self._tokens):
-                yield _TaskRun(run.task, begin, min(begin + self._tokens, run.end))
+                end = min(begin + self._tokens, run.end)
+                if group and (tokens + end - begin > self._tokens or len(group) == self._runs):
+                    yield group
+                    group, tokens = [], 0
+                group.append(_TaskRun(run.task, begin, end, first=tokens))
+                tokens += end - begin
+        if group:
+            yield group
 
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
         positions = [torch.arange(run.begin, run.end) for run in runs]
@@ -280,21 +272,15 @@ class Passes:
             block_ids=[run.task.started.block_ids for run in runs],
         )
 
-    def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
-        for run in runs:
-            assert isinstance(run.task.measurement, KVComparison)
-            parts = tuple(run.task.whole_parts(self._bound, run.begin, run.end))
-            yield ComparedRows(run.first, run.begin, parts, run.task.measurement)
-
-    def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
-        for run in runs:
-            assert isinstance(run.task.measurement, QuestionObservation)
-            observation = run.task.measurement
-            length = run.task.started.plan.linked
-            parts: tuple[ChunkPart, ...] = ()
-            if run.end == length:
-                parts = observation.unplaced or tuple(run.task.whole_parts(self._bound, 0, length))
-            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, observation)
+    def _rows(self, run: _TaskRun) -> RecordedRows:
+        task = run.task
+        parts: tuple[ChunkPart, ...] = ()
+        match task.measurement:
+            case KVComparison():
+                parts = tuple(task.whole_parts(self._bound, run.begin, run.end))
+            case QuestionObservation(unplaced=unplaced) if run.end == task.started.plan.linked:
+                parts = unplaced or tuple(task.whole_parts(self._bound, 0, run.end))
+        return RecordedRows(run.first, run.end - run.begin, run.begin, task.recorders, parts)
 
 
 def _compares(task: TransferTask) -> bool:
@@ -303,9 +289,3 @@ def _compares(task: TransferTask) -> bool:
 
 def _observes(task: TransferTask) -> bool:
     return isinstance(task.measurement, QuestionObservation)
-
-
-def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:
-    return [
-        CapturedRows(run.first, run.end - run.begin, run.begin, run.task.captures) for run in runs
-    ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +25,74 @@ from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, host_room
 
 CPU = torch.device("cpu")
-FIRST_LAYERS = slice(0, COMPARED_LAYER)
-"""The layers that a comparing pass goes through."""
+
+
+class AttentionCall(NamedTuple):
+    """What attention takes of some tokens in one layer: their query [tokens, …], keys with their
+    rotary embedding and values, and keys before it, [tokens, heads, dim] each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    unrotated: Tensor
+
+
+class Recorder(Protocol):
+    """Collects what it wants of a request's tokens, run by run in order."""
+
+    def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
+        """Look at one layer's ``call`` with the tokens of the ``rows``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRows:
+    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request
+    that records."""
+
+    first: int
+    count: int
+    begin: int
+    recorders: Sequence[Recorder]
+
+    parts: Sequence[ChunkPart] = ()
+    """The placed chunks that recorders look at besides: those in these rows to compare, all of the
+    request's to observe, with its last row."""
+
+
+class _PassIsOver(Exception):  # noqa: N818  # no error
+    """Raised to end a pass by the modules early."""
+
+
+@contextmanager
+def recording(
+    bound: BoundModel,
+    layers: Sequence[AttentionLayer],
+    rows: Sequence[RecordedRows],
+    *,
+    until: int | None = None,
+) -> Iterator[None]:
+    """Have a pass by the modules give what attention takes to the rows' recorders, and end the pass
+    with the layer ``until``, before that attends."""
+    index_of = {layer.name: index for index, layer in enumerate(layers)}
+    unrotated: list[Tensor] = []
+
+    def rotated(_: object, __: Tensor, key: Tensor) -> None:
+        unrotated.append(key)
+
+    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        index = index_of[name]
+        keys, values = layers[index].by_heads(key, value)
+        plain = unrotated.pop().reshape(keys.shape) if unrotated else keys
+        whole = query.reshape(len(keys), -1), keys, values, plain
+        for each in rows:
+            call = AttentionCall(*(part[each.first : each.first + each.count] for part in whole))
+            for recorder in each.recorders:
+                recorder.record(index, each, call)
+        if index == until:
+            raise _PassIsOver
+
+    with suppress(_PassIsOver), watched(bound, rotated=rotated, attended=attended):
+        yield
 
 
 class ChunkCapture:
@@ -46,10 +113,10 @@ class ChunkCapture:
         self.chunk = chunk
         length = chunk.end - chunk.begin
         room = partial(host_room, dtype=dtype, device=device)
-        self._attentions = layers
+        self._layers = layers
         self._kv = [
             (room((length, each.heads, each.key_dim)), room((length, each.heads, each.value_dim)))
-            for each in self._attentions
+            for each in layers
         ]
         self._scores: ScoreCollector | None = None
         if with_scores:
@@ -61,24 +128,20 @@ class ChunkCapture:
                 [] for _ in layers
             ]  # what queries are multiplied by, [heads, tokens, dim], slice by slice
 
-    def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys, before their rotary embedding, and values [tokens, heads, dim] of the
-        positions from ``begin`` on."""
+    def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
+        """Keep the tokens' keys, before their rotary embedding, and values, and score by them."""
+        begin = rows.begin
         first = max(begin, self.chunk.begin)
-        last = min(begin + len(key), self.chunk.end)
+        last = min(begin + rows.count, self.chunk.end)
         if first < last:
-            for kept, new in zip(self._kv[layer], (key, value), strict=True):
+            for kept, new in zip(self._kv[layer], (call.unrotated, call.value), strict=True):
                 room = kept[first - self.chunk.begin : last - self.chunk.begin]
                 copy_to_host(room, new[first - begin : last - begin])
-
-    def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Score by a call's query [tokens, …] and by keys and values [tokens, heads, dim], with
-        their rotary embedding; a request's slices come in order."""
         if self._scores is not None:
-            attention, earlier = self._attentions[layer], self._asked[layer]
-            earlier.append(attention.asked(key, value).transpose(0, 1).clone())
+            attention, earlier = self._layers[layer], self._asked[layer]
+            earlier.append(attention.asked(call.key, call.value).transpose(0, 1).clone())
             keys = torch.cat(earlier, dim=1)
-            queries, options = attention.queries(query).transpose(0, 1), attention.options
+            queries, options = attention.queries(call.query).transpose(0, 1), attention.options
 
             def weights(first: int, last: int) -> Tensor:
                 positions = Queries(torch.arange(begin + first, begin + last))
@@ -86,7 +149,7 @@ class ChunkCapture:
                     positions, queries[:, first:last], keys[:, : positions.last + 1], options
                 )
 
-            self._scores.observe(layer, begin, len(query), weights)
+            self._scores.observe(layer, begin, rows.count, weights)
 
     def finish(self, bound: BoundModel) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""
@@ -118,94 +181,23 @@ class KVComparison:
     4.3). Has this worker's heads only."""
 
     def __init__(self, layers: Sequence[AttentionLayer], length: int, device: torch.device) -> None:
-        self._attention = layers[COMPARED_LAYER]
+        self._layer = layers[COMPARED_LAYER]
         self._squares = torch.zeros(2, length, device=device)
 
-    def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
-        """Compare keys (``part`` 0) or values (1) [tokens, heads, dim] from ``position`` on."""
-        distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
-        self._squares[part, position : position + len(distances)] = distances
+    def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
+        """Compare keys and values of the compared layer with those of the placed chunks."""
+        for part in rows.parts if layer == COMPARED_LAYER else ():
+            own = slice(part.begin - rows.begin, part.begin - rows.begin + part.last - part.first)
+            placed = placed_kv(self._layer, layer, [part])
+            for squares, new, old in zip(
+                self._squares, (call.key, call.value), placed, strict=True
+            ):
+                distances = (new[own].float() - old.float()).square_().sum(dim=(1, 2))
+                squares[part.begin : part.begin + len(distances)] = distances
 
     def finish(self, bound: BoundModel) -> bytes:
         """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for
         it."""
         mean = bound.mean_over_workers(self._squares).cpu()
-        key, value = (mean * (self._attention.total_heads / self._attention.heads)).numpy()
+        key, value = (mean * (self._layer.total_heads / self._layer.heads)).numpy()
         return KVDeviation(key, value).to_bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedRows:
-    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request
-    that captures."""
-
-    first: int
-    count: int
-    begin: int
-    captures: Sequence[ChunkCapture]
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedRows:
-    """Rows of a pass from ``first`` on, which are the positions from ``begin`` on of a request that
-    compares, where the ``parts`` of chunks belong."""
-
-    first: int
-    begin: int
-    parts: Sequence[ChunkPart]
-    comparison: KVComparison
-
-
-@contextmanager
-def capturing(
-    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[CapturedRows]
-) -> Iterator[None]:
-    """Have a pass by the modules give its KV to the rows' captures."""
-    index_of = {layer.name: index for index, layer in enumerate(layers)}
-    unrotated: list[Tensor] = []
-
-    def rotated(_: object, __: Tensor, key: Tensor) -> None:
-        unrotated.append(key)
-
-    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        index = index_of[name]
-        attention = layers[index]
-        keys, values = attention.by_heads(key, value)
-        plain = unrotated.pop().reshape(keys.shape) if unrotated else keys
-        queries = query.reshape(len(keys), -1)
-        for part in rows:
-            own = slice(part.first, part.first + part.count)
-            for capture in part.captures:
-                capture.note(index, part.begin, plain[own], values[own])
-                capture.observe(index, part.begin, queries[own], keys[own], values[own])
-
-    with watched(bound, rotated=rotated, attended=attended):
-        yield
-
-
-class _PassIsOver(Exception):  # noqa: N818  # no error
-    """Raised to end a pass by the modules early."""
-
-
-@contextmanager
-def comparing(
-    bound: BoundModel, layers: Sequence[AttentionLayer], rows: Sequence[ComparedRows]
-) -> Iterator[None]:
-    """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as
-    they have it."""
-    attention = layers[COMPARED_LAYER]
-
-    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if name != attention.name:
-            return
-        new = attention.by_heads(key, value)
-        for each in rows:
-            for part in each.parts:
-                first = each.first + part.begin - each.begin
-                own = slice(first, first + part.last - part.first)
-                for index, placed in enumerate(placed_kv(attention, COMPARED_LAYER, [part])):
-                    each.comparison.note(part.begin, index, new[index][own], placed)
-        raise _PassIsOver
-
-    with suppress(_PassIsOver), watched(bound, rotated=lambda *_: None, attended=attended):
-        yield

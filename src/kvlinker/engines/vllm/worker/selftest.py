@@ -21,7 +21,7 @@ from kvlinker.engines.contract.selftest import (
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, VirtualSequences
 from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
 from kvlinker.engines.vllm.worker.layers import ChunkPart, own_heads, place
-from kvlinker.engines.vllm.worker.recording import CapturedRows, ChunkCapture, capturing
+from kvlinker.engines.vllm.worker.recording import ChunkCapture, RecordedRows, recording
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
 
@@ -87,7 +87,7 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     around = ((0, begin), (end, length))
 
     capture = subject.capture()
-    with capturing(subject.bound, subject.layers, [CapturedRows(0, length, 0, [capture])]):
+    with recording(subject.bound, subject.layers, [RecordedRows(0, length, 0, [capture])]):
         own = subject.computed([(0, length)])
     if not own.isfinite().all():
         raise UnsupportedModelError(
