@@ -23,10 +23,10 @@ from kvlinker.engines.vllm.protocol.steps import (
 )
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER
 from kvlinker.engines.vllm.worker.fused_placing import fused_placing
-from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import (
     ChunkPart,
     GroupParts,
+    Launch,
     layer_launches,
     place,
 )
@@ -40,7 +40,7 @@ from kvlinker.engines.vllm.worker.recording import (
 )
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkKV
-from kvlinker.store.memory.lane import lane_to
+from kvlinker.store.memory.lane import Arrival, CopyLane, lane_to
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,47 @@ class _TaskRun:
     begin: int
     end: int
     first: int = 0
+
+
+Launches = Callable[[GroupParts], Iterator[Launch]]
+"""Yields the function that places parts in all layers; the first layers come first."""
+
+
+class LanePlacing:
+    """Places parts on a lane of their own, where there is one.
+
+    Code that computes over them calls ``wait_for`` before it writes to or reads from a layer's
+    cache, and ``wait_for_all`` before other code does.
+    """
+
+    def __init__(
+        self, lane: CopyLane | None, layers: Sequence[AttentionLayer], launches: Launches
+    ) -> None:
+        self._lane = lane
+        self._names = [layer.name for layer in layers]
+        self._launches = launches
+        self._under_way: dict[str, Arrival] = {}
+
+    def place(self, parts: GroupParts) -> None:
+        """Write all parts into the KV cache, sooner or later, after all parts that were placed
+        before."""
+        for layers, work in self._launches(parts):
+            if self._lane is None:
+                work()
+            else:
+                arrival = self._lane.launch(work, keeping=(work, parts))
+                self._under_way.update(dict.fromkeys([self._names[n] for n in layers], arrival))
+
+    def wait_for(self, name: str) -> None:
+        """Have later computations find all parts in the layer of this name."""
+        arrival = self._under_way.pop(name, None)
+        if arrival is not None:
+            arrival.wait()
+
+    def wait_for_all(self) -> None:
+        """Have later computations find all parts in all layers."""
+        for name in list(self._under_way):
+            self.wait_for(name)
 
 
 class Passes:

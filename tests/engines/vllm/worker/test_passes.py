@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("vllm")
 
 from kvlinker.engines.vllm.worker import fused_placing, passes
-from kvlinker.engines.vllm.worker.lane_placing import LanePlacing
 from kvlinker.engines.vllm.worker.layers import layer_launches
+from kvlinker.engines.vllm.worker.passes import LanePlacing
 from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.vllm.linked_vllm import LinkedVLLM, difference
 from tests.engines.vllm.worker.test_fused_placing import heads_last, placed, some_parts, worker
