@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
 
-from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer
+from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer, first_of
 from kvlinker.engines.vllm.adapter.bound_model import BoundModel
-from kvlinker.engines.vllm.adapter.transformers_modules import (
-    have_same_numbers,
-    normalised,
-    watched_modules,
-)
+from kvlinker.engines.vllm.adapter.transformers_modules import FunctionRotary, watched_functions
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -59,28 +56,26 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
                 undo.callback(module.register_forward_hook(watch.behind_rotary).remove)
             elif "norm" in type(module).__name__.lower():
                 undo.callback(module.register_forward_hook(watch.behind_norm).remove)
-        for layer in bound.layers:
-            called = partial(watch.before_attention, layer)
-            hook = layer.module.register_forward_pre_hook(called, with_kwargs=True)
-            undo.callback(hook.remove)
-        undo.enter_context(
-            watched_modules(bound.model, bound.layers, rotated=rotated, attended=attended)
-        )
+        for layer in bound.layers:  # transformers' modules call no more than their forward
+            module = layer.module
+            undo.callback(delattr, module, "forward")
+            module.forward = partial(watch.attend, layer, module.forward)
+        undo.enter_context(watched_functions(bound.model, watch.behind_function))
         yield
 
 
 @dataclass(slots=True)
 class _Rotation:
-    """One call of a rotary embedding: keys before and after it."""
+    """One call of what rotates: keys before and after it, in the shape that it takes them."""
 
-    module: nn.Module
+    rotary: Any
     positions: Tensor
     key: Tensor
     turned: Tensor | None = None
 
 
 class _Watch:
-    """Keeps rotated keys until attention is called."""
+    """Keeps keys before their rotary embedding until attention is called."""
 
     def __init__(self, rotated: Any, attended: Any) -> None:
         self._rotated = rotated
@@ -91,10 +86,7 @@ class _Watch:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Keep a key, in whose place the rotated one may be written."""
-        positions, _, key = (
-            *args,
-            *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs),
-        )[:3]
+        positions, _, key = first_of(args, kwargs, ("positions", "query", "key"))
         if key is not None:
             self._pending.append(_Rotation(module, positions, key.clone()))
 
@@ -102,6 +94,12 @@ class _Watch:
         """Keep what is made of it."""
         if self._pending and isinstance(output, tuple):
             self._pending[-1].turned = output[1]
+
+    def behind_function(
+        self, rotary: FunctionRotary, positions: Tensor, key: Tensor, turned: Tensor
+    ) -> None:
+        """Keep what a function rotated, [heads, tokens, width], of which the last call counts."""
+        self._pending = [_Rotation(rotary, positions, key, turned)]
 
     def behind_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Normalise the key before its rotation where the model does so after it."""
@@ -111,14 +109,37 @@ class _Watch:
                 last.key = normalised(module, last.key, args[0])
                 last.turned = None
 
-    def before_attention(
-        self, layer: AttentionLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Call back for what was rotated, and for attention."""
+    def attend(
+        self, layer: AttentionLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call back for what was rotated, and for attention, and attend."""
+        query, key, value = layer.called_with(args, kwargs)
         for each in self._pending:
-            self._rotated(each.module, each.positions, each.key)
+            unrotated = each.key
+            if isinstance(each.rotary, FunctionRotary):  # which sees no parts that are not rotated
+                unrotated = layer.by_heads(key, value)[0].clone()
+                unrotated[..., : each.key.shape[-1]] = each.key.transpose(0, 1)
+                unrotated = unrotated.flatten(1)
+            self._rotated(each.rotary, each.positions, unrotated)
         self._pending.clear()
-        self._attended(layer.name, *layer.called_with(args, kwargs))
+        self._attended(layer.name, query, key, value)
+        return forward(*args, **kwargs)
+
+
+def have_same_numbers(given: Tensor, turned: Tensor) -> bool:
+    """Return whether a norm's input is the keys that were rotated, perhaps in another shape and
+    precision."""
+    return given.numel() == turned.numel() and torch.equal(
+        given.flatten(), turned.to(given.dtype).flatten()
+    )
+
+
+def normalised(norm: nn.Module, key: Tensor, like: Tensor) -> Tensor:
+    """Return keys that are not rotated yet, normalised as the rotated ones are, which come in the
+    shape and precision of ``like``: the same but for their rotation, unless the norm has weights,
+    which the self-test sees."""
+    made: Tensor = norm.forward(key.to(like.dtype).reshape(like.shape))
+    return made.reshape(key.shape).to(key.dtype)
 
 
 def _is_rotary(module: nn.Module) -> bool:
