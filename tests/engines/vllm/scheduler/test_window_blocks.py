@@ -1,14 +1,15 @@
 """The blocks that requests borrow for windowed layers, from a pool that only counts."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvlinker.engines.vllm.protocol.transfer_plan import PlacedChunk, TransferPlan
 from kvlinker.engines.vllm.scheduler.window_blocks import Room, WindowBlocks
 
-FULL = SimpleNamespace(block_size=16, window=None)
-WINDOWED = SimpleNamespace(block_size=16, window=20)
+FULL: Any = SimpleNamespace(block_size=16, window=None)
+WINDOWED: Any = SimpleNamespace(block_size=16, window=20)
 KEY = "0" * 64
 
 
@@ -42,6 +43,10 @@ class Pool:
                 self.left.append(block.block_id)
 
 
+def blocks_of(pool: Any, *groups):
+    return WindowBlocks(groups or [FULL, WINDOWED], pool)
+
+
 def plan_of(linked, *runs):
     chunk = PlacedChunk(key=KEY, start=0, first=0, last=linked, rotary_start=0)
     return TransferPlan(linked=linked, placements=(chunk,), runs=runs)
@@ -56,7 +61,7 @@ def held_by_vllm(linked):
 
 def test_nothing_is_borrowed_where_nothing_is_computed():
     pool = Pool()
-    blocks = WindowBlocks([FULL, WINDOWED], pool)
+    blocks = blocks_of(pool)
     held = held_by_vllm(160)
     assert blocks.completed("r", plan_of(160), 0, held, None) == tuple(map(tuple, held))
     assert pool.free == 40
@@ -67,7 +72,7 @@ def test_nothing_is_borrowed_where_nothing_is_computed():
 def test_what_is_computed_gets_its_windows_and_gives_them_back():
     """Positions 80 to 84 see from 61 on: blocks 3 to 5."""
     pool = Pool()
-    blocks = WindowBlocks([FULL, WINDOWED], pool)
+    blocks = blocks_of(pool)
     full, windowed = held_by_vllm(160)
     found = blocks.completed("r", plan_of(160, (80, 85)), 0, [full, windowed], None)
     assert found == (
@@ -81,7 +86,7 @@ def test_what_is_computed_gets_its_windows_and_gives_them_back():
 
 def test_a_chunk_that_is_computed_gets_all_blocks():
     pool = Pool()
-    blocks = WindowBlocks([FULL, WINDOWED], pool)
+    blocks = blocks_of(pool)
     found = blocks.completed("r", plan_of(160, (0, 160)), 0, held_by_vllm(160), None)
     assert found is not None
     assert 0 not in found[1]
@@ -91,7 +96,7 @@ def test_a_chunk_that_is_computed_gets_all_blocks():
 def test_windows_that_reach_into_a_cached_prefix_hold_its_blocks():
     cached = tuple([SimpleNamespace(block_id=70 + n) for n in range(5)] for _ in range(2))
     pool = Pool(cached=cached)
-    blocks = WindowBlocks([FULL, WINDOWED], pool)
+    blocks = blocks_of(pool)
     found = blocks.completed("r", plan_of(160, (20, 30), (80, 85)), 80, held_by_vllm(160), None)
     assert found is not None
     assert found[1][:8] == (0, 0, 0, 73, 74, 100, 0, 0)
@@ -101,10 +106,10 @@ def test_windows_that_reach_into_a_cached_prefix_hold_its_blocks():
 
 
 def test_without_blocks_there_is_no_linking():
-    gone = WindowBlocks([FULL, WINDOWED], Pool(cached=None))
+    gone = blocks_of(Pool(cached=None))
     assert gone.completed("r", plan_of(160, (80, 85)), 80, held_by_vllm(160), None) is None
     few = Pool(blocks=2)
-    blocks = WindowBlocks([FULL, WINDOWED], few)
+    blocks = blocks_of(few)
     assert blocks.completed("r", plan_of(160, (80, 85)), 0, held_by_vllm(160), None) is None
     blocks.release("r")
     assert few.free == 2
@@ -118,10 +123,10 @@ def test_room_is_for_the_request_and_its_linking(blocks, taken, room):
     """Ten blocks of 160 tokens, two of the last window, and three that are lent."""
     pool = Pool(blocks=blocks)
     pool.borrow(taken)
-    assert WindowBlocks([FULL, WINDOWED], pool).room_for(plan_of(158, (80, 85)), 0, 160) is room
+    assert blocks_of(pool).room_for(plan_of(158, (80, 85)), 0, 160) is room
 
 
 def test_models_without_windows_need_nothing():
-    assert not WindowBlocks([FULL], Pool()).are_needed
-    assert WindowBlocks([WINDOWED], Pool()).are_needed
-    assert WindowBlocks([FULL, FULL], Pool()).are_needed  # vLLM takes no word of single blocks
+    assert not blocks_of(Pool(), FULL).are_needed
+    assert blocks_of(Pool(), WINDOWED).are_needed
+    assert blocks_of(Pool(), FULL, FULL).are_needed  # vLLM takes no word of single blocks

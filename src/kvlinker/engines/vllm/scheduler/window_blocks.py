@@ -4,12 +4,15 @@ anywhere in the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvlinker.engines.vllm.protocol.steps import NO_BLOCK
 from kvlinker.engines.vllm.protocol.transfer_plan import TransferPlan
+
+if TYPE_CHECKING:  # which loads vLLM
+    from kvlinker.engines.vllm.adapter import BlockPool, CacheGroup
 
 BlockIds = tuple[tuple[int, ...], ...]
 """A request's blocks by group, ``NO_BLOCK`` where it has none."""
@@ -24,38 +27,10 @@ class Room(Enum):
     NEVER = auto()
 
 
-class Group(Protocol):
-    """Layers whose KV is in the same blocks; see ``CacheGroup``."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def window(self) -> int | None: ...
-
-
-class Pool(Protocol):
-    """vLLM's blocks; see ``BlockPool``."""
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def free(self) -> int: ...
-
-    def borrow(self, count: int) -> list[Any]: ...
-
-    def prefix(self, request: Any, tokens: int) -> tuple[Sequence[Any], ...] | None: ...
-
-    def hold(self, blocks: Sequence[Any]) -> None: ...
-
-    def give_back(self, blocks: Sequence[Any]) -> None: ...
-
-
 class WindowBlocks:
     """Keeps the blocks that requests have borrowed until they are given back."""
 
-    def __init__(self, groups: Sequence[Group], pool: Pool) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], pool: BlockPool) -> None:
         self._groups = groups
         self._pool = pool
         self._borrowed: dict[str, list[Any]] = {}
@@ -92,34 +67,26 @@ class WindowBlocks:
         """Return the request's blocks, those that it ``held`` and what its linking from ``begin``
         on needs besides, which it keeps until ``release``; None if there are none left."""
         complete = [list(ids) for ids in held]
-        missing = [
-            [block for block in _needed(group, plan, begin) if ids[block] == NO_BLOCK]
-            for group, ids in zip(self._groups, complete, strict=True)
-        ]
-        before = [
-            [block for block in blocks if block * group.block_size < begin]
-            for group, blocks in zip(self._groups, missing, strict=True)
-        ]
+        before: list[tuple[int, int]] = []  # groups and blocks that vLLM has cached
+        behind: list[tuple[int, int]] = []
+        for number, group in enumerate(self._groups):
+            for block in _needed(group, plan, begin):
+                if complete[number][block] == NO_BLOCK:
+                    cached = block * group.block_size < begin
+                    (before if cached else behind).append((number, block))
         borrowed = self._borrowed.setdefault(request_id, [])
-        if any(before):
+        first = len(borrowed)
+        if before:
             prefix = self._pool.prefix(request, begin)
             if prefix is None:
                 return None
-            for ids, blocks, cached in zip(complete, before, prefix, strict=True):
-                own = [cached[block] for block in blocks]
-                self._pool.hold(own)
-                borrowed += own
-                _fill(ids, blocks, own)
-        behind = [
-            sorted(set(blocks) - set(earlier))
-            for blocks, earlier in zip(missing, before, strict=True)
-        ]
-        if sum(map(len, behind)) > self._pool.free:
+            borrowed += [prefix[number][block] for number, block in before]
+            self._pool.hold(borrowed[first:])
+        if len(behind) > self._pool.free:
             return None
-        for ids, blocks in zip(complete, behind, strict=True):
-            own = self._pool.borrow(len(blocks))
-            borrowed += own
-            _fill(ids, blocks, own)
+        borrowed += self._pool.borrow(len(behind))
+        for (number, block), own in zip((*before, *behind), borrowed[first:], strict=True):
+            complete[number][block] = own.block_id
         return tuple(map(tuple, complete))
 
     def release(self, request_id: str) -> None:
@@ -129,7 +96,7 @@ class WindowBlocks:
             self._pool.give_back(borrowed)
 
 
-def _needed(group: Group, plan: TransferPlan, begin: int) -> list[int]:
+def _needed(group: CacheGroup, plan: TransferPlan, begin: int) -> list[int]:
     """Return the numbers of the blocks that are computed from ``begin`` on, or seen by what is."""
     if group.window is None:
         return []
@@ -139,8 +106,3 @@ def _needed(group: Group, plan: TransferPlan, begin: int) -> list[int]:
             seen = max(0, max(first, begin) - group.window + 1)
             needed.update(range(seen // group.block_size, -(-last // group.block_size)))
     return sorted(needed)
-
-
-def _fill(ids: list[int], blocks: Iterable[int], own: Sequence[Any]) -> None:
-    for block, each in zip(blocks, own, strict=True):
-        ids[block] = each.block_id
