@@ -9,13 +9,11 @@ from kvlinker.engines.vllm.protocol.steps import StepBudget, TransferProgress
 from kvlinker.engines.vllm.protocol.transfer_plan import (
     PARAM,
     PlacedChunk,
-    QuestionAttention,
     TransferPlan,
+    packed,
     plan_capture,
-    plan_observation,
-    plan_second_pass,
     plan_transfer,
-    read_plan,
+    unpacked,
 )
 from kvlinker.linking import Evidence, make_plan, parse_policy
 from kvlinker.linking.plan import probe_plan
@@ -49,8 +47,9 @@ def transfer_for(prompt, policy):
     return plan, plan_transfer(plan, (KEY,) * len(plan.placements))
 
 
-def params_of(transfer):
-    return PlanSigner(b"key").params(transfer, ())
+def read_again(transfer, prompt_tokens):
+    signer, tokens = PlanSigner(b"key"), range(prompt_tokens)
+    return signer.verified(signer.params(transfer, tokens), tokens)
 
 
 def positions_of(prompt_length, ranges):
@@ -65,7 +64,7 @@ def positions_of(prompt_length, ranges):
 def test_a_transfer_plan_and_the_last_run_are_the_plan(prompt, policy):
     plan, transfer = transfer_for(prompt, policy)
     assert (*transfer.runs, (transfer.linked, len(prompt))) == plan.runs
-    assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
+    assert read_again(transfer, len(prompt)) == transfer
 
 
 @given(prompts, st.sampled_from(["query-5", "query-0+legolink-3", "query-100"]))
@@ -73,16 +72,14 @@ def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prom
     parsed = parse_policy(policy)
     first = probe_plan(prompt, parsed)
     keys = (KEY,) * len(first.placements)
-    observation = plan_observation(first, keys)
+    observation = plan_transfer(first, keys, linked=first.length, measure="attention")
     assert (observation.linked, observation.runs) == (len(prompt), first.runs)
     attention = np.random.default_rng(0).random((2, len(prompt)), dtype=np.float32)
-    again = QuestionAttention.from_bytes(
-        QuestionAttention(attention).to_bytes(), tokens=len(prompt)
-    )
-    np.testing.assert_array_equal(again.weights, attention)
+    again = unpacked(packed(attention), tokens=len(prompt))
+    np.testing.assert_array_equal(again, attention)
     second = make_plan(prompt, parsed, Evidence(attention=attention))
-    transfer = plan_second_pass(second, keys, linked=first.runs[-1][0])
-    assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
+    transfer = plan_transfer(second, keys, linked=first.runs[-1][0], second_pass=True)
+    assert read_again(transfer, len(prompt)) == transfer
     computed = [*transfer.runs, (transfer.linked, len(prompt))]
     assert positions_of(len(prompt), computed) == positions_of(len(prompt), second.runs)
 
@@ -141,7 +138,7 @@ def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(
 ):
     begin, end = prefix + unrelated, prefix + unrelated + chunk
     transfer = plan_capture(KEY, begin=begin, end=end, unrelated=unrelated)
-    assert read_plan(params_of(transfer), prompt_tokens=end + 1) == transfer
+    assert read_again(transfer, end + 1) == transfer
     assert transfer.alone == plan_capture(KEY, begin=prefix, end=prefix + chunk)
     progress = TransferProgress("r", transfer)
     lines: list[list[tuple[int, int]]] = [[]]
@@ -201,16 +198,16 @@ def test_unsound_transfer_plans_are_refused_with_the_reason(change, word):
     placed = PlacedChunk(key=KEY, start=2, first=0, last=6, rotary_start=2)
     transfer = TransferPlan(linked=8, placements=(placed,), runs=((0, 2),))
     with pytest.raises(InvalidRequestError, match=word):
-        read_plan({PARAM: params_of(transfer)[PARAM] | change}, prompt_tokens=20)
+        PlanSigner(b"key").verified({PARAM: transfer.model_dump(mode="json") | change}, range(20))
 
 
 def test_a_transfer_plan_leaves_the_last_token_to_vllm():
     transfer = plan_capture(KEY, begin=2, end=8)
-    assert read_plan(params_of(transfer), prompt_tokens=9) == transfer
+    assert read_again(transfer, 9) == transfer
     with pytest.raises(InvalidRequestError, match="8 tokens of a prompt of 8"):
-        read_plan(params_of(transfer), prompt_tokens=8)
-    assert read_plan(None, prompt_tokens=8) is None
-    assert read_plan({"other": 1}, prompt_tokens=8) is None
+        read_again(transfer, 8)
+    assert PlanSigner(b"key").verified(None, range(8)) is None
+    assert PlanSigner(b"key").verified({"other": 1}, range(8)) is None
 
 
 def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):

@@ -22,14 +22,11 @@ from kvlinker.engines.vllm.frontend.client import VLLMClient
 from kvlinker.engines.vllm.protocol.transfer_plan import (
     COMPARED_LAYER,
     KVDeviation,
-    QuestionAttention,
     TransferOutcome,
     TransferPlan,
     outcome_of,
-    plan_comparison,
-    plan_observation,
-    plan_second_pass,
     plan_transfer,
+    unpacked,
 )
 from kvlinker.linking.explanation import Explanation, PromptCost
 from kvlinker.linking.link import Link
@@ -86,9 +83,9 @@ class StoredLink:
         dropped = () if self.refinement is None else self.refinement.dropped
         *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
         plan = replace(self.plan, runs=ranges(computed))
-        if self.first_pass is not None:
-            return plan_second_pass(plan, self.keys, linked=self.first_pass.linked)
-        return plan_transfer(plan, self.keys)
+        if self.first_pass is None:
+            return plan_transfer(plan, self.keys)
+        return plan_transfer(plan, self.keys, linked=self.first_pass.linked, second_pass=True)
 
     @property
     def transfer_again(self) -> TransferPlan:
@@ -244,23 +241,27 @@ class VLLMLinker:
         salt = secrets.token_hex(16)
         measured = None
         if probe.length <= self._longest:
-            outcome = await self._client.run_transfer(
-                plan_observation(probe, linked.keys), tokens, salt=salt
+            observation = plan_transfer(
+                probe, linked.keys, linked=probe.length, measure="attention"
             )
+            outcome = await self._client.run_transfer(observation, tokens, salt=salt)
             measured = outcome.measured
         if measured is None:
             return replace(linked, link=await self._run(link.in_full), keys=())
-        attention = QuestionAttention.from_bytes(measured, tokens=probe.length).weights
+        attention = unpacked(measured, tokens=probe.length)
         link = await self._run(partial(link.with_attention, attention))
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
     async def _compare(self, linked: StoredLink) -> KVDeviation | None:
-        """Return the deviation of computed from placed KV, as vLLM measures it; None if a chunk
-        vanished meanwhile."""
-        comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
-        tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()
-        outcome = await self._client.run_transfer(comparison, tokens)
-        return None if outcome.measured is None else KVDeviation.from_bytes(outcome.measured)
+        """Return the deviation of computed from placed KV up to the end of the last chunk, as vLLM
+        measures it; None if a chunk vanished meanwhile."""
+        plan = linked.plan
+        last_chunk = max(placement.start + placement.last for placement in plan.placements)
+        length = min(last_chunk, self._longest)
+        comparison = plan_transfer(plan, linked.keys, linked=length, measure="deviation")
+        tokens = plan.prompt.tokens[:length].tolist()
+        measured = (await self._client.run_transfer(comparison, tokens)).measured
+        return None if measured is None else KVDeviation(*unpacked(measured, tokens=length))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,5 +1,5 @@
-"""Signs transfer plans: otherwise, clients that may send requests to vLLM could name chunks of
-others."""
+"""Signs transfer plans, and reads those that are signed: otherwise, clients that may send requests
+to vLLM could name chunks of others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferPlan, read_plan
+from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferPlan
 from kvlinker.store.format.durability import create_file
 
 SIGNATURE = "kvlinker_signature"
@@ -52,9 +53,20 @@ class PlanSigner:
         Raises InvalidRequestError for one that is not valid, or that was not signed for this
         prompt.
         """
-        plan = read_plan(params, prompt_tokens=len(tokens))
-        if plan is None or params is None:
+        if params is None or params.get(PARAM) is None:
             return None
+        try:
+            plan = TransferPlan.model_validate(params[PARAM])
+        except ValidationError as error:
+            raise InvalidRequestError(
+                f"kv_transfer_params.{PARAM} is not a transfer plan: {error}", param=PARAM
+            ) from error
+        if plan.linked >= len(tokens):
+            raise InvalidRequestError(
+                f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of"
+                f" {len(tokens)}; the last one is always vLLM's to compute.",
+                param=PARAM,
+            )
         signature = str(params.get(SIGNATURE)).encode(errors="replace")
         if not hmac.compare_digest(signature, self._signature(plan, tokens).encode()):
             raise InvalidRequestError(

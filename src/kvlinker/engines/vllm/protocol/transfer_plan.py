@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.engines.vllm.protocol.worker_memory import MemoryReport
 from kvlinker.linking.needs import Needs
-from kvlinker.linking.plan import LinkPlan, Placement
+from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Policy
 
 PARAM = "kvlinker"
@@ -33,8 +32,8 @@ OFFERED = Needs(
 are shown none."""
 
 Measure = Literal["deviation", "attention"]
-"""The measurement of a first pass: the ``KVDeviation`` of computed from placed KV, or the
-``QuestionAttention``."""
+"""The measurement of a first pass, in fp32: the ``KVDeviation`` of computed from placed KV [2,
+tokens], or the last token's attention on every token [layers, tokens], mean over all heads."""
 
 _FIGURES = "<f4"
 
@@ -216,95 +215,46 @@ class KVDeviation:
         )
         return KVDeviation(key[positions], value[positions])
 
-    def to_bytes(self) -> bytes:
-        """Serialise it to be sent between processes."""
-        return np.stack([self.key, self.value]).astype(_FIGURES).tobytes()
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> KVDeviation:
-        """Read the output of ``to_bytes``."""
-        key, value = np.frombuffer(data, _FIGURES).reshape(2, -1).astype(np.float32)
-        return cls(key, value)
+def packed(figures: NDArray[np.float32]) -> bytes:
+    """Serialise a measurement [rows, tokens] to be sent between processes."""
+    return figures.astype(_FIGURES).tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionAttention:
-    """The ``weights`` of the last token's attention on every token in a first pass, mean over all
-    heads: [layers, tokens]. They are the ``question_attention`` that policies look at."""
-
-    weights: NDArray[np.float32]
-
-    def to_bytes(self) -> bytes:
-        """Serialise it to be sent between processes."""
-        return self.weights.astype(_FIGURES).tobytes()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, tokens: int) -> QuestionAttention:
-        """Read the output of ``to_bytes`` for so many tokens."""
-        return cls(np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32))
+def unpacked(data: bytes, *, tokens: int) -> NDArray[np.float32]:
+    """Read the output of ``packed`` for so many tokens: [rows, tokens]."""
+    return np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32)
 
 
-def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
-    """Read the transfer plan that a request with a prompt of so many tokens carries; None if it
-    carries none.
+def plan_transfer(
+    plan: LinkPlan,
+    keys: Sequence[str],
+    *,
+    linked: int | None = None,
+    measure: Measure | None = None,
+    second_pass: bool = False,
+) -> TransferPlan:
+    """Make the transfer plan for the first ``linked`` tokens of a link plan, whose placements are
+    of the chunks with these ``keys``, one each.
 
-    Raises InvalidRequestError for anything that is not a valid plan for this prompt.
+    By default, its last run, which may be the whole prompt, is left to vLLM.
     """
-    raw = (params or {}).get(PARAM)
-    if raw is None:
-        return None
-    try:
-        plan = TransferPlan.model_validate(raw)
-    except ValidationError as error:
-        raise InvalidRequestError(
-            f"kv_transfer_params.{PARAM} is not a transfer plan: {error}", param=PARAM
-        ) from error
-    if plan.linked >= prompt_tokens:
-        raise InvalidRequestError(
-            f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of {prompt_tokens};"
-            " the last one is always vLLM's to compute.",
-            param=PARAM,
+    end = plan.runs[-1][0] if linked is None else linked
+    placements = tuple(
+        PlacedChunk(
+            key=key,
+            start=placement.start,
+            first=placement.first,
+            last=min(placement.last, end - placement.start),
+            rotary_start=placement.rotary_start,
         )
-    return plan
-
-
-def plan_transfer(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
-    """Make the transfer plan for a link plan, whose placements are of the chunks with these
-    ``keys``, one each.
-
-    The last run, which may be the whole prompt, is left to vLLM.
-    """
-    linked = plan.runs[-1][0]
-    return TransferPlan(
-        linked=linked, placements=_placed(plan.placements, keys, linked), runs=plan.runs[:-1]
+        for placement, key in zip(plan.placements, keys, strict=True)
+        if placement.start + placement.first < end
     )
-
-
-def plan_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> TransferPlan:
-    """Make the transfer plan to compare what a link plan computes with what it places, up to the
-    end of its last chunk, but of ``most`` tokens at most."""
-    last_chunk = max(placement.start + placement.last for placement in plan.placements)
-    linked = min(last_chunk, most)
-    runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
-    placements = _placed(plan.placements, keys, linked)
-    return TransferPlan(linked=linked, placements=placements, runs=runs, measure="deviation")
-
-
-def plan_observation(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
-    """Make the transfer plan to carry out a link plan for a first pass, which observes the last
-    token's attention."""
-    placements = _placed(plan.placements, keys, plan.length)
+    runs = tuple((begin, min(last, end)) for begin, last in plan.runs if begin < end)
     return TransferPlan(
-        linked=plan.length, placements=placements, runs=plan.runs, measure="attention"
+        linked=end, placements=placements, runs=runs, measure=measure, second_pass=second_pass
     )
-
-
-def plan_second_pass(plan: LinkPlan, keys: Sequence[str], *, linked: int) -> TransferPlan:
-    """Make the transfer plan for a link plan whose chunks a first pass has placed. vLLM computes
-    the tokens from ``linked`` on, where the last run of the first pass began."""
-    runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
-    placements = _placed(plan.placements, keys, linked)
-    return TransferPlan(linked=linked, placements=placements, runs=runs, second_pass=True)
 
 
 def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> TransferPlan:
@@ -317,20 +267,3 @@ def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> Trans
     captured = CapturedChunk(key=key, begin=begin, end=end)
     text = (begin - unrelated, begin) if unrelated else None
     return TransferPlan(linked=end, runs=((0, end),), captures=(captured,), unrelated=text)
-
-
-def _placed(
-    placements: Sequence[Placement], keys: Sequence[str], linked: int
-) -> tuple[PlacedChunk, ...]:
-    """Return the parts of the placements that lie within the first ``linked`` tokens."""
-    return tuple(
-        PlacedChunk(
-            key=key,
-            start=placement.start,
-            first=placement.first,
-            last=min(placement.last, linked - placement.start),
-            rotary_start=placement.rotary_start,
-        )
-        for placement, key in zip(placements, keys, strict=True)
-        if placement.start + placement.first < linked
-    )

@@ -112,15 +112,6 @@ class _TransferRequest:
     ending: bool = False
     """True while its last slice is under way."""
 
-    @property
-    def outcome(self) -> TransferOutcome:
-        return TransferOutcome(
-            linked=not self.given_up,
-            queued=self.queued or 0.0,
-            found=self.found,
-            measured=self.measured,
-        )
-
 
 class TransferScheduler:
     """Carries out the transfer plans of vLLM's requests. All methods are called by one thread,
@@ -323,7 +314,13 @@ class TransferScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        outcome = request.outcome.model_copy(update={"memory": self._memory.changes(request.known)})
+        outcome = TransferOutcome(
+            linked=not request.given_up,
+            queued=request.queued or 0.0,
+            found=request.found,
+            measured=request.measured,
+            memory=self._memory.changes(request.known),
+        )
         return {PARAM: outcome.model_dump(exclude_none=True)}
 
     def _has_to_wait(self, request: _TransferRequest, progress: TransferProgress) -> bool:

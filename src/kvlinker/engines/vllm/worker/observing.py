@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
-from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
+from kvlinker.engines.vllm.protocol.transfer_plan import packed
 from kvlinker.engines.vllm.worker.layers import ChunkPart, asked_kv, placed_kv
 from kvlinker.engines.vllm.worker.recording import AttentionCall, RecordedRows
 
@@ -64,8 +64,5 @@ class QuestionObservation:
         return attention.asked(key, value)
 
     def finish(self, bound: BoundModel) -> bytes:
-        """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for
-        it."""
-        return QuestionAttention(
-            bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy()
-        ).to_bytes()
+        """Return the attention over the heads of all workers, which all have to ask for it."""
+        return packed(bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy())

@@ -19,7 +19,7 @@ from kvlinker.base.types.chunks import content_of
 from kvlinker.engines.contract.attention import Queries, attention_weights
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
-from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
+from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, packed
 from kvlinker.engines.vllm.worker.layers import ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, host_room
@@ -199,5 +199,4 @@ class KVComparison:
         """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for
         it."""
         mean = bound.mean_over_workers(self._squares).cpu()
-        key, value = (mean * (self._layer.total_heads / self._layer.heads)).numpy()
-        return KVDeviation(key, value).to_bytes()
+        return packed((mean * (self._layer.total_heads / self._layer.heads)).numpy())
