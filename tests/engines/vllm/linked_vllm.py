@@ -8,7 +8,6 @@ import itertools
 import os
 import secrets
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -144,6 +143,10 @@ class LinkedVLLM:
         name = self.add([*tokens, 0], transfer, salt or secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
+    async def in_thread(self, work, *arguments):
+        """The same."""
+        return await asyncio.to_thread(work, *arguments)
+
     @property
     def passes(self):
         """What places chunks and computes in the worker."""
@@ -168,12 +171,11 @@ class LinkedVLLM:
         if link.policy.needs.scores:
             link = link.with_scores(self.evidence(prompt).chunk_scores)
         keys = tuple(map(key_of, link.chunks))
-        with ThreadPoolExecutor(1) as executor:
-            layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
-            client: Any = self
-            nothing: Any = None  # refining asks for no chunks
-            linker = VLLMLinker(client, nothing, executor, layers=layers, longest=1022)
-            return asyncio.run(linker.refine(StoredLink(link, layers, keys)))
+        layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
+        client: Any = self
+        nothing: Any = None  # refining asks for no chunks
+        linker = VLLMLinker(client, nothing, layers=layers, longest=1022)
+        return asyncio.run(linker.refine(StoredLink(link, layers, keys)))
 
     def follow(self, linked, **options):
         salt = linked.salt(secrets.token_hex(8))

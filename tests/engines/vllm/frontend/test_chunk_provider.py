@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +29,9 @@ class Workers:
         self.loop = loop
         self._chunks = WorkerChunks(folder, memory_bytes=0, sealing=NOT_SEALED)
 
+    async def in_thread(self, work: Callable[..., Any], *arguments: object) -> Any:
+        return await asyncio.to_thread(work, *arguments)
+
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
         return TransferOutcome(
             linked=all(self._chunks.put(each.key, COMPUTED) for each in transfer.captures)
@@ -44,7 +46,6 @@ def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
         provider = ChunkProvider(
             cast(VLLMClient, Workers(asyncio.get_running_loop(), own.state_dir / "chunks")),
             store,
-            threads,
             fingerprint="model",
             token_bytes=64,
             longest=100,
@@ -53,7 +54,7 @@ def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
         return provider.key(chunk, "tenant")
 
     own = sized(tmp_path / "own", 0, PLENTY, **shared)
-    with ThreadPoolExecutor() as threads, closing(open_store(own, Events())) as store:
+    with closing(open_store(own, Events())) as store:
         key = asyncio.run(computed())
         store.flush()
     other = sized(tmp_path / "other", 0, PLENTY, **shared)

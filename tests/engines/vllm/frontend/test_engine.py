@@ -154,7 +154,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
 
 @pytest.mark.parametrize("reason", ["no room", "a text that a prompt brought", "a failure"])
 def test_a_chunk_is_stored_where_its_sensitivity_is_not_measured(llm, monkeypatch, reason):
-    chunks, client = llm.engine._chunks, llm.engine._client
+    chunks, client = llm.engine._chunks, llm.engine.client
     chunk = Chunk(
         random_tokens(60, len(reason)),
         random_tokens(5, 2),
@@ -302,7 +302,7 @@ def test_a_full_queue_refuses(llm, monkeypatch):
 def linked_choices(llm, prompt, n, policy="legolink-4", **sampling):
     """A request for ``n`` choices over a linked prompt: its sink, the vLLM requests that it makes,
     and its handle."""
-    client, made = llm.engine._client, []
+    client, made = llm.engine.client, []
     stream = client.stream
 
     def noted(name, *arguments, **options):
@@ -467,7 +467,7 @@ def test_what_cannot_be_done_says_so(llm):
 
 
 def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
-    client = llm.engine._client
+    client = llm.engine.client
     asked = []
     stream = client.stream
 
@@ -488,7 +488,7 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
 
 
 def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch):
-    run_transfer = llm.engine._client.run_transfer
+    run_transfer = llm.engine.client.run_transfer
 
     async def deleted(transfer, tokens):
         outcome = await run_transfer(transfer, tokens)
@@ -496,7 +496,7 @@ def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch)
             llm.store.delete(captured.key)
         return outcome
 
-    monkeypatch.setattr(llm.engine._client, "run_transfer", deleted)
+    monkeypatch.setattr(llm.engine.client, "run_transfer", deleted)
     prompt = linked_prompt(40, 30, seed=23)
     assert llm.engine.cache_chunk(prompt.chunks[0], tenant="default").result(timeout=60) == 0
     answer = llm.chat_completion(prompt, policy="naive", **GREEDY)

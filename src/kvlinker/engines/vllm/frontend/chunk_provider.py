@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvlinker.base.errors import ContextLengthError, WayOut
 from kvlinker.base.types.chunk_scores import ChunkScores
@@ -16,8 +14,6 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.vllm.frontend.client import VLLMClient
 from kvlinker.engines.vllm.protocol.transfer_plan import plan_capture
 from kvlinker.store import ChunkStore, StoreError
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +50,17 @@ class ChunkProvider:
         self,
         client: VLLMClient,
         store: ChunkStore,
-        executor: Executor,
         *,
         fingerprint: str,
         token_bytes: int,
         longest: int,
         unrelated: Sequence[int] = (),
     ) -> None:
-        """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's
-        KV in bytes, ``longest`` the most tokens that a chunk and its generation context may have
-        together, ``unrelated`` the text after which chunks are computed, too, to measure their
-        sensitivity; none is measured without."""
+        """``token_bytes`` is the size of a token's KV in bytes, ``longest`` the most tokens that a
+        chunk and its generation context may have together, ``unrelated`` the text after which
+        chunks are computed, too, to measure their sensitivity; none is measured without."""
         self._client = client
         self._store = store
-        self._executor = executor
         self._fingerprint = fingerprint
         self._token_bytes = token_bytes
         self._longest = longest
@@ -85,10 +78,10 @@ class ChunkProvider:
         since. Raises KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:
-            stored = await self._in_executor(self._store.nbytes, key)
+            stored = await self._client.in_thread(self._store.nbytes, key)
             if stored is None:
                 await self._build(key, chunk)
-                stored = await self._in_executor(self._store.nbytes, key)
+                stored = await self._client.in_thread(self._store.nbytes, key)
         return stored or 0
 
     async def provide(self, chunk: Chunk, tenant: str) -> ProvidedChunk:
@@ -100,7 +93,7 @@ class ChunkProvider:
         Raises KVLinkerError.
         """
         key = self.key(chunk, tenant)
-        found, scores = await self._in_executor(self._fetch, key)
+        found, scores = await self._client.in_thread(self._fetch, key)
         made = False
         if not found:
             made = key not in self._building
@@ -109,7 +102,7 @@ class ChunkProvider:
             except ChunkNotStoredError as error:
                 self._note_refused(error)
                 return ProvidedChunk(None, made)
-            found, scores = await self._in_executor(self._fetch, key)
+            found, scores = await self._client.in_thread(self._fetch, key)
         return ProvidedChunk(scores, made)
 
     def cancel(self) -> None:
@@ -136,7 +129,7 @@ class ChunkProvider:
         nbytes = (
             len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
         )
-        if not await self._in_executor(self._store.make_room, key, nbytes):
+        if not await self._client.in_thread(self._store.make_room, key, nbytes):
             raise ChunkNotStoredError(
                 f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes}"
                 " bytes. Give it more disk_space, or the disk itself more room, or unpin context"
@@ -150,7 +143,7 @@ class ChunkProvider:
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes,"
                 " and whether the state directory can be written to."
             )
-        await self._in_executor(self._store.share, key)
+        await self._client.in_thread(self._store.share, key)
         self._refusing = False
 
     async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
@@ -183,6 +176,3 @@ class ChunkProvider:
                 return False, None
             self._store.flush()
         return True, scores
-
-    async def _in_executor(self, work: Callable[..., T], *arguments: object) -> T:
-        return await self._client.loop.run_in_executor(self._executor, partial(work, *arguments))

@@ -8,9 +8,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -37,6 +38,9 @@ SPARE_TOKENS = 2
 """The tokens of vLLM's window that capturing leaves free: one after the captured ones, and an
 answer of one token."""
 
+STORE_THREADS = 4
+"""The threads for calls that wait for the store, or take long for long prompts."""
+
 IDLE_SECONDS = 0.01
 """The seconds between two looks at whether vLLM has nothing to do."""
 
@@ -60,46 +64,44 @@ class NewTokens:
     """The outcome of the request's transfer plan, with the last tokens; None if it had none."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVCapacity:
-    """The numbers of tokens that fit into vLLM: into its KV cache, and into one prompt and answer
-    together."""
-
-    slots: int
-    max_model_len: int
-
-
 class VLLMClient:
     """One of vLLM's engine clients and its event loop. Methods may be called from any thread."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, signer: PlanSigner) -> None:
         """Wrap ``client``. ``signer`` is the signer of the state directory that vLLM's connector
         was given."""
-        self._client = client
+        self.engine_client = client
+        """vLLM's own client, to be used in ``loop``."""
+
         self.loop = loop
         self._signer = signer
         self.memory = KnownMemory()
         self.grammars = VLLMGrammars(client)
-
-    @property
-    def engine_client(self) -> Any:
-        """vLLM's own client, to be used in ``loop``."""
-        return self._client
+        self.threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
 
     @property
     def healthy(self) -> bool:
         """True while vLLM's engine serves."""
-        return not self._client.errored
+        return not self.engine_client.errored
 
     @property
-    def capacity(self) -> KVCapacity:
-        """The numbers of tokens that fit into vLLM."""
-        cache, model = self._client.vllm_config.cache_config, self._client.vllm_config.model_config
-        return KVCapacity((cache.num_gpu_blocks or 0) * cache.block_size, model.max_model_len)
+    def slots(self) -> int:
+        """The number of tokens that fit into vLLM's KV cache."""
+        cache = self.engine_client.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its answer may have together."""
+        return int(self.engine_client.vllm_config.model_config.max_model_len)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run ``work`` in the client's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        """Have ``work`` done beside the loop, in which it would keep others waiting."""
+        return await self.loop.run_in_executor(self.threads, partial(work, *arguments))
 
     async def stream(
         self,
@@ -117,7 +119,7 @@ class VLLMClient:
         transfer_params = None if transfer is None else self.signed(transfer, tokens)
         structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
         params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
-        outputs = self._client.generate(
+        outputs = self.engine_client.generate(
             prompt, params, name, reasoning_ended=True
         )  # grammars have reasoning in them
         try:
@@ -138,7 +140,7 @@ class VLLMClient:
         params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
         prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": secrets.token_hex(16)}
         scored: list[Mapping[int, Any]] = []
-        outputs = self._client.generate(prompt, params, name)
+        outputs = self.engine_client.generate(prompt, params, name)
         try:
             async for output in outputs:
                 scored += output.prompt_logprobs or ()
@@ -185,7 +187,7 @@ class VLLMClient:
 
     async def forget_prefixes(self) -> None:
         """Empty vLLM's prefix cache, as soon as no request is under way."""
-        while not await self._client.reset_prefix_cache():
+        while not await self.engine_client.reset_prefix_cache():
             await asyncio.sleep(IDLE_SECONDS)
 
     def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
@@ -199,7 +201,8 @@ class VLLMClient:
             self.memory.note(outcome.memory)
 
     def close(self) -> None:
-        """Do nothing: the client is stopped by its creator."""
+        """End the threads; vLLM's client is stopped by its creator. Idempotent."""
+        self.threads.shutdown()
 
 
 class OwnClient(VLLMClient):
@@ -229,7 +232,7 @@ class OwnClient(VLLMClient):
 
     async def _warm_up(self) -> None:
         """Send a first request, so that vLLM compiles its kernels before users wait for them."""
-        may_have_logprobs = self._client.vllm_config.model_config.max_logprobs != 0
+        may_have_logprobs = self.engine_client.vllm_config.model_config.max_logprobs != 0
         sampling = SamplingParams(
             temperature=0, logprobs=1 if may_have_logprobs else None, ignore_eos=True
         )
@@ -239,8 +242,9 @@ class OwnClient(VLLMClient):
     def close(self) -> None:
         if self._thread.is_alive():
             self.run(_end_all_tasks()).result()  # vLLM's own would take its end for a failure
-            self._client.shutdown()
+            self.engine_client.shutdown()
             self._stop(self.loop)
+        super().close()
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)

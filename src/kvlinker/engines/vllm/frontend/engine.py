@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -49,7 +49,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-STORE_THREADS = 4
 CLOSE_SECONDS = 30.0
 
 IDLE_POLL_SECONDS = 0.1
@@ -75,22 +74,20 @@ class VLLMEngine:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         self.computes_steps = "by vLLM"
-        capacity = client.capacity
-        self.max_model_len = capacity.max_model_len
-        self._slots = capacity.slots
-        self._client = client
+        self.max_model_len = client.max_model_len
+        self.client = client
+        """The client of vLLM's engine."""
+
         self._facts = facts
         self._store = store
         self._events = events
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._limits = RequestLimits(facts.vocabulary, self.max_model_len, max_answer_tokens)
-        self._executor = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
         longest = self.max_model_len - SPARE_TOKENS
         self._chunks = ChunkProvider(
             client,
             store,
-            self._executor,
             fingerprint=facts.fingerprint,
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
@@ -100,9 +97,7 @@ class VLLMEngine:
                 else ()
             ),
         )
-        self._linker = VLLMLinker(
-            client, self._chunks, self._executor, layers=len(facts.layers), longest=longest
-        )
+        self._linker = VLLMLinker(client, self._chunks, layers=len(facts.layers), longest=longest)
         self._closing = False
         self._admitting = threading.Lock()
         self._requests: dict[str, VLLMRequest] = {}  # guarded by _admitting
@@ -110,13 +105,8 @@ class VLLMEngine:
         atexit.register(self.close)
 
     @property
-    def client(self) -> VLLMClient:
-        """The client of vLLM's engine."""
-        return self._client
-
-    @property
     def healthy(self) -> bool:
-        return not self._closing and self._client.healthy
+        return not self._closing and self.client.healthy
 
     def kv_bytes(self, tokens: int) -> int:
         return tokens * self.kv_bytes_per_token
@@ -129,7 +119,7 @@ class VLLMEngine:
         self._limits.check_vocabulary(
             np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
         )
-        return self._client.run(self._translated(self._chunks.cache(chunk, tenant)))
+        return self.client.run(self._translated(self._chunks.cache(chunk, tenant)))
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         max_tokens = self._checked(request)
@@ -139,14 +129,14 @@ class VLLMEngine:
             tokenizer=self._facts.tokenizer,
             max_tokens=max_tokens,
             events=self._events,
-            is_complete=self._client.grammars.is_complete,
+            is_complete=self.client.grammars.is_complete,
         )
         name = f"kvlinker-{secrets.token_hex(8)}"
         with self._admitting:
             queued = sum(other.open_choices for other in self._requests.values())
             check_room(queued, request.n, most=self._max_running + self._max_waiting)
             self._requests[name] = made
-        self._client.loop.call_soon_threadsafe(self._start, name, made)
+        self.client.loop.call_soon_threadsafe(self._start, name, made)
         return RequestHandle(partial(self._cancel, name))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
@@ -154,7 +144,7 @@ class VLLMEngine:
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._checked(request)
-        return self._client.run(self._translated(self._explain(request)))
+        return self.client.run(self._translated(self._explain(request)))
 
     def prepare(self, request: GenerationRequest) -> Future[PreparedPrompt]:
         """Link the prompt of a request that vLLM's own handlers are to answer.
@@ -164,15 +154,15 @@ class VLLMEngine:
         errors are the future's.
         """
         self._checked(request)
-        return self._client.run(self._translated(self._prepare(request)))
+        return self.client.run(self._translated(self._prepare(request)))
 
     def note_uses(
         self, prepared: PreparedPrompt, tenant: str, params: Mapping[str, Any] | None
     ) -> None:
         """Note in the store how a prepared prompt used its chunks, and the report on workers'
         memory in the ``kv_transfer_params`` of vLLM's answer."""
-        self._client.note(outcome_of(params))
-        self._executor.submit(self._tell_store, prepared.linked, tenant)
+        self.client.note(outcome_of(params))
+        self.client.threads.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise unscored("prompt")
@@ -184,7 +174,7 @@ class VLLMEngine:
         running, and computed together with those that arrive later."""
         self._refuse_if_closing()
         self._limits.check_whole(tokens, first)
-        return self._client.run(
+        return self.client.run(
             self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary)))
         )
 
@@ -196,10 +186,11 @@ class VLLMEngine:
         choices = sum(request.open_choices for request in requests)
         running = min(choices, self._max_running)
         used = sum(request.tokens for request in requests)
-        return EngineLoad(running, choices - running, min(used, self._slots), self._slots)
+        slots = self.client.slots
+        return EngineLoad(running, choices - running, min(used, slots), slots)
 
     def resident_keys(self) -> frozenset[str]:
-        return self._client.memory.keys()
+        return self.client.memory.keys()
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Return None: vLLM does not report how long it computes."""
@@ -208,7 +199,7 @@ class VLLMEngine:
     def forget_prefixes(self) -> None:
         """Empty vLLM's prefix cache once all requests have ended, so that the next one computes
         everything; benchmarks do so."""
-        self._client.run(self._client.forget_prefixes()).result()
+        self.client.run(self.client.forget_prefixes()).result()
 
     def close(self) -> None:
         if self._closing:
@@ -216,11 +207,10 @@ class VLLMEngine:
         self._closing = True
         atexit.unregister(self.close)
         try:
-            if self._client.loop.is_running():
-                self._client.run(self._cancel_all()).result(timeout=CLOSE_SECONDS)
+            if self.client.loop.is_running():
+                self.client.run(self._cancel_all()).result(timeout=CLOSE_SECONDS)
         finally:
-            self._client.close()
-            self._executor.shutdown()
+            self.client.close()
 
     def _checked(self, request: GenerationRequest) -> int:
         """Check a request, and return the most tokens that its answers may have.
@@ -231,17 +221,17 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         refuse_unsupported(request)
         if request.sampling.grammar is not None:
-            self._client.grammars.prepare(request.sampling.grammar)
+            self.client.grammars.prepare(request.sampling.grammar)
         return self._limits.max_tokens(request)
 
     def _start(self, name: str, request: VLLMRequest) -> None:
-        task = self._client.loop.create_task(self._serve(name, request))
+        task = self.client.loop.create_task(self._serve(name, request))
         self._tasks[name] = task
         task.add_done_callback(partial(self._served, name, request))
 
     def _cancel(self, name: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
-            self._client.loop.call_soon_threadsafe(self._cancel_task, name)
+            self.client.loop.call_soon_threadsafe(self._cancel_task, name)
 
     def _cancel_task(self, name: str) -> None:
         if name in self._tasks:
@@ -278,7 +268,7 @@ class VLLMEngine:
             if after is not None:
                 await after.wait()
             linked_before = after is not None and request.choices[0].tokens > 0
-            outputs = self._client.stream(
+            outputs = self.client.stream(
                 name,
                 linked.plan.prompt.tokens.tolist(),
                 request.request.sampling_of(choice.index),
@@ -303,8 +293,7 @@ class VLLMEngine:
         """Note in the store how the prompt used its chunks, unless it failed."""
         await after.wait()
         if request.choices[0].tokens:
-            note = partial(self._tell_store, linked, request.request.tenant)
-            await self._client.loop.run_in_executor(self._executor, note)
+            await self.client.in_thread(self._tell_store, linked, request.request.tenant)
 
     def _tell_store(self, linked: StoredLink, tenant: str) -> None:
         for use in linked.uses():
@@ -329,9 +318,9 @@ class VLLMEngine:
         salt = linked.salt(request.sharer)
         outcome = None
         if request.n > 1:
-            outcome = await self._client.run_prompt(tokens, transfer, salt)
+            outcome = await self.client.run_prompt(tokens, transfer, salt)
             transfer = linked.transfer_again
-        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, outcome)
+        return PreparedPrompt(linked, self.client.signed(transfer, tokens), salt, outcome)
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
@@ -341,7 +330,7 @@ class VLLMEngine:
         while self.current_load().running:
             await asyncio.sleep(IDLE_POLL_SECONDS)
             self._refuse_if_closing()
-        return await self._client.prompt_logprobs(tokens, first=first, top=top)
+        return await self.client.prompt_logprobs(tokens, first=first, top=top)
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, and raise every error as a KVLinkerError. Work that a caller cancels ends

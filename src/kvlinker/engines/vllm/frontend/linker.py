@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +30,6 @@ from kvlinker.linking.explanation import Explanation, PromptCost
 from kvlinker.linking.link import Link
 from kvlinker.linking.plan import ChunkUse, LinkPlan, layer_masks, ranges
 from kvlinker.linking.refinement import Refinement
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,30 +169,27 @@ class VLLMLinker:
         self,
         client: VLLMClient,
         chunks: ChunkProvider,
-        executor: Executor,
         *,
         layers: int,
         longest: int,
     ) -> None:
-        """``executor`` runs calls that take long for long prompts. ``layers`` is the number of the
-        model's layers, ``longest`` the most tokens that may be computed for their KV."""
+        """``layers`` is the number of the model's layers, ``longest`` the most tokens that may be
+        computed for their KV."""
         self._client = client
         self._chunks = chunks
-        self._executor = executor
         self._layers = layers
         self._longest = longest
 
     async def link(self, request: GenerationRequest) -> StoredLink:
         """Plan the request's prompt, and have all of its chunks stored. Raises KVLinkerError."""
-        link = await self._run(partial(Link.begin, request.prompt, request.policy))
+        link = await self._client.in_thread(Link.begin, request.prompt, request.policy)
         chunks = tuple(dict.fromkeys(link.chunks))
         found = await asyncio.gather(
             *(self._chunks.provide(chunk, request.tenant) for chunk in chunks)
         )
         provided = dict(zip(chunks, found, strict=True))
-        link = await self._run(
-            lambda: link.with_scores([provided[chunk].scores for chunk in link.chunks])
-        )
+        scores = [provided[chunk].scores for chunk in link.chunks]
+        link = await self._client.in_thread(link.with_scores, scores)
         placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
         made = frozenset(chunk for chunk, each in provided.items() if each.made)
         return StoredLink(link, self._layers, tuple(key for _, key in placed), made=made)
@@ -221,8 +214,8 @@ class VLLMLinker:
         deviation = await self._compare(linked) if compares else None
         if deviation is not None:
             positions = np.flatnonzero(layer_masks(linked.plan, COMPARED_LAYER)[0])
-            await self._run(
-                lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions))
+            await self._client.in_thread(
+                refinement.keep, COMPARED_LAYER, positions, deviation.at(positions)
             )
         if refinement.error is not None:
             raise linked.link.failed(refinement.error) from refinement.error
@@ -247,9 +240,9 @@ class VLLMLinker:
             outcome = await self._client.run_transfer(observation, tokens, salt=salt)
             measured = outcome.measured
         if measured is None:
-            return replace(linked, link=await self._run(link.in_full), keys=())
+            return replace(linked, link=await self._client.in_thread(link.in_full), keys=())
         attention = unpacked(measured, tokens=probe.length)
-        link = await self._run(partial(link.with_attention, attention))
+        link = await self._client.in_thread(link.with_attention, attention)
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
     async def _compare(self, linked: StoredLink) -> KVDeviation | None:
@@ -262,6 +255,3 @@ class VLLMLinker:
         tokens = plan.prompt.tokens[:length].tolist()
         measured = (await self._client.run_transfer(comparison, tokens)).measured
         return None if measured is None else KVDeviation(*unpacked(measured, tokens=length))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
