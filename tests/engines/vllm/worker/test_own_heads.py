@@ -38,7 +38,7 @@ def worker_layers(total, ranks, rank):
     bound._config, bound.rank = config, rank
     names = [f"layer {n}" for n in range(LAYERS)]
     bound._groups = [SimpleNamespace(layer_names=names, kv_cache_group_id=0)]
-    bound.borrowing, bound.max_model_len = frozenset(), 512
+    bound.max_model_len = 512
     layers: list[AttentionLayer] = list(bound._attention_layers())
     return layers
 

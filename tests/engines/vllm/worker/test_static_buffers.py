@@ -94,10 +94,8 @@ def worker(*, fresh):
     bound: Any = SimpleNamespace(
         model=model,
         layers=layers,
-        borrowing=frozenset(),
         device=torch.device("cpu"),
         trace=lambda: model(0, 4),
-        finish_copies=lambda: None,
         gather_heads=lambda heads: heads,
         mean_over_workers=lambda values: values,
     )

@@ -24,7 +24,6 @@ from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
 from kvlinker.engines.vllm.adapter.attention_layers import AttentionLayer, unplaceable
 from kvlinker.engines.vllm.adapter.cache_groups import bound_groups, own_group
 from kvlinker.engines.vllm.adapter.latent_layers import LatentLayer, latents_unplaceable
-from kvlinker.store.memory.to_host import finish_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +82,19 @@ class BoundModel:
             )
         self._groups = [own_group(group, self._config, self.device) for group in attention]
         self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
-        self.borrowing = frozenset(self._borrowing_layers())
         self.layers = tuple(self._attention_layers())
 
-    @property
-    def _modules(self) -> Mapping[str, Any]:
-        modules: Mapping[str, Any] = self._config.compilation_config.static_forward_context
-        return modules
-
-    def _borrowing_layers(self) -> Iterator[str]:
-        """Yield the names of layers that have no KV of their own, but attend to another layer's."""
-        for group in self._groups:
-            for name in group.layer_names:
-                if getattr(self._modules[name], "kv_sharing_target_layer_name", None) is not None:
-                    yield name
-
     def _attention_layers(self) -> Iterator[AttentionLayer]:
-        """Yield the layers with KV in the order of their names in vLLM's KV cache."""
-        own = [
-            (group.kv_cache_group_id, name)
-            for group in self._groups
-            for name in group.layer_names
-            if name not in self.borrowing
+        """Yield the layers with KV of their own, but not those that attend to another layer's, in
+        the order of their names in vLLM's KV cache."""
+        modules: Mapping[str, Any] = self._config.compilation_config.static_forward_context
+        named = [
+            (group.kv_cache_group_id, name) for group in self._groups for name in group.layer_names
         ]
-        for group, name in own:
-            module = self._modules[name]
+        for group, name in named:
+            module = modules[name]
+            if getattr(module, "kv_sharing_target_layer_name", None) is not None:
+                continue
             latent = isinstance(module, MLAAttention)
             reason = (
                 latents_unplaceable(module) if latent else unplaceable(module, self.max_model_len)
@@ -170,18 +157,14 @@ class BoundModel:
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
-    def finish_copies(self) -> None:
-        """Wait until all copies to the CPU have been made."""
-        finish_copies(self.device)
-
-    def trace(self, tokens: int = 8) -> None:
-        """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to
+    def trace(self) -> None:
+        """Run a short pass by the modules that neither reads nor writes the KV cache, for hooks to
         watch."""
-        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        positions = torch.arange(8, device=self.device)
         with set_forward_context(
-            None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True
+            None, self._config, num_tokens=len(positions), slot_mapping={}, skip_compiled=True
         ):
-            self._call(ids, torch.arange(tokens, device=self.device))
+            self._call(torch.zeros_like(positions), positions)
 
     def hold_generators(self) -> None:
         """Keep the random generators of requests with a seed out of a step that computes only a

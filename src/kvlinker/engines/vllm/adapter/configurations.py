@@ -14,13 +14,12 @@ TESTED: Mapping[str, str] = {
 }
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran
 on."""
-ONE_ONLY: Mapping[str, str] = {
-    "pipeline_parallel_size": "tensor_parallel_size",
-    "decode_context_parallel_size": "tensor_parallel_size",
-    "prefill_context_parallel_size": "tensor_parallel_size",
-}
-"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use
-instead."""
+ONE_ONLY = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""The kinds of parallelism in which kvlinker does not link, by vLLM's name."""
 
 NGRAM = "ngram"
 """The method of speculative decoding that goes with linking: its drafts come from the text itself,
@@ -44,12 +43,12 @@ def require_linkable(config: Any) -> None:
     configurations in which kvlinker does not link."""
     _require_movable(config.model_config)
     parallel = config.parallel_config
-    for name, instead in ONE_ONLY.items():
+    for name in ONE_ONLY:
         size = getattr(parallel, name)
         if size > 1:
             raise UnsupportedModelError(
                 f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use"
-                f" {instead} instead."
+                " tensor_parallel_size instead."
             )
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedModelError(

@@ -22,7 +22,7 @@ from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, packed
 from kvlinker.engines.vllm.worker.layers import ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
-from kvlinker.store.memory.to_host import copy_to_host, host_room
+from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
 
 CPU = torch.device("cpu")
 
@@ -153,7 +153,7 @@ class ChunkCapture:
 
     def finish(self, bound: BoundModel) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""
-        bound.finish_copies()
+        finish_copies(bound.device)
         layers = tuple(
             LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer))
             for layer in self._kv
