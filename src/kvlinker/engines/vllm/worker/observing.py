@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlinker.engines.contract.attention import Queries, attention_weights
+from kvlinker.engines.contract.attention import attention_weights
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel
 from kvlinker.engines.vllm.protocol.transfer_plan import packed
 from kvlinker.engines.vllm.worker.layers import ChunkPart, asked_kv, placed_kv
@@ -51,8 +51,7 @@ class QuestionObservation:
         for position, computed in self._computed[layer]:
             keys[:, position : position + len(computed)] = computed.transpose(0, 1)
         self._computed[layer].clear()
-        last = Queries(torch.tensor([self._length - 1]))
-        weights = attention_weights(last, query[:, None], keys, attention.options)
+        weights = attention_weights(query[:, None], keys, attention.options)
         self._weights.append(weights.mean(0)[0])
 
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import content_of
-from kvlinker.engines.contract.attention import Queries, attention_weights
+from kvlinker.engines.contract.attention import attention_weights
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, packed
@@ -144,10 +144,7 @@ class ChunkCapture:
             queries, options = attention.queries(call.query).transpose(0, 1), attention.options
 
             def weights(first: int, last: int) -> Tensor:
-                positions = Queries(torch.arange(begin + first, begin + last))
-                return attention_weights(
-                    positions, queries[:, first:last], keys[:, : positions.last + 1], options
-                )
+                return attention_weights(queries[:, first:last], keys[:, : begin + last], options)
 
             self._scores.observe(layer, begin, rows.count, weights)
 
