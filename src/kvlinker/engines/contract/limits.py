@@ -112,15 +112,9 @@ class RequestLimits:
         """
         sampling = request.sampling
         self.check_vocabulary(request.prompt.tokens, param="prompt")
-        self.check_vocabulary(
-            np.array(sampling.stop_token_ids, dtype=np.int64), param="stop_token_ids"
-        )
-        self.check_vocabulary(
-            np.array(list(sampling.logit_bias), dtype=np.int64), param="logit_bias"
-        )
-        self.check_vocabulary(
-            np.array(sampling.allowed_token_ids or (), dtype=np.int64), param="allowed_token_ids"
-        )
+        for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            tokens = np.array(list(getattr(sampling, param) or ()), dtype=np.int64)
+            self.check_vocabulary(tokens, param=param)
         length = len(request.prompt)
         room = self.max_model_len - length
         if room < (0 if request.sampling.max_tokens == 0 else 1):

@@ -205,8 +205,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, TransfersMetadata)
         if self._worker is not None:
-            self._report = self._worker.step(metadata.transfers)
-            self._results = self._worker.take_results()
+            self._report, self._results = self._worker.step(metadata.transfers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: all KV is loaded before the pass begins."""

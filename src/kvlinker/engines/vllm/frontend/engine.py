@@ -43,6 +43,7 @@ from kvlinker.engines.vllm.frontend.unsupported import refuse_unsupported, unsco
 from kvlinker.engines.vllm.protocol.transfer_plan import outcome_of, unsupported
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
+from kvlinker.settings import Settings
 from kvlinker.store import ChunkStore
 
 T = TypeVar("T")
@@ -66,10 +67,7 @@ class VLLMEngine:
         *,
         store: ChunkStore,
         events: Events,
-        max_running: int,
-        max_waiting: int,
-        max_answer_tokens: int | None = None,
-        chunk_scores: bool = True,
+        settings: Settings,
     ) -> None:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
@@ -81,9 +79,11 @@ class VLLMEngine:
         self._facts = facts
         self._store = store
         self._events = events
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._limits = RequestLimits(facts.vocabulary, self.max_model_len, max_answer_tokens)
+        self._max_running = settings.max_running
+        self._max_waiting = settings.max_waiting
+        self._limits = RequestLimits(
+            facts.vocabulary, self.max_model_len, settings.max_answer_tokens
+        )
         longest = self.max_model_len - SPARE_TOKENS
         self._chunks = ChunkProvider(
             client,
@@ -93,7 +93,7 @@ class VLLMEngine:
             longest=longest,
             unrelated=(
                 facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
-                if chunk_scores
+                if settings.chunk_scores
                 else ()
             ),
         )

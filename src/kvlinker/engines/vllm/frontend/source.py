@@ -72,16 +72,7 @@ class VLLMSource:
         except BaseException:
             client.close()
             raise
-        return VLLMEngine(
-            client,
-            facts,
-            store=store,
-            events=events,
-            max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
-            max_answer_tokens=settings.max_answer_tokens,
-            chunk_scores=settings.chunk_scores,
-        )
+        return VLLMEngine(client, facts, store=store, events=events, settings=settings)
 
 
 def own_vllm(settings: Settings) -> VLLMSource:

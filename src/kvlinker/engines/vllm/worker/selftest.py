@@ -39,29 +39,24 @@ tables are rounded to these, and each layer adds to that (7e-2 in 32 layers of r
 H100)."""
 
 
-def self_test(bound: BoundModel, layers: Sequence[AttentionLayer]) -> tuple[SelfTestCheck, ...]:
+def require_exact(bound: BoundModel, layers: Sequence[AttentionLayer]) -> None:
     """Compare hidden states over linked KV with those of the model's own pass, on a fixed random
-    prompt.
+    prompt. Raises UnsupportedModelError, with the figures, unless all checks pass. A window of
+    fewer tokens than the prompt is refused, too.
 
     Uses the first blocks of the KV cache, in which nothing may lie yet, and leaves zeros there. All
     workers have to call it.
     """
-    subject = _Subject(bound, layers)
-    try:
-        return _checks(subject)
-    finally:
-        subject.fill(0, PROMPT_TOKENS, 0.0)
-
-
-def require_exact(bound: BoundModel, layers: Sequence[AttentionLayer]) -> None:
-    """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer
-    tokens than the prompt is refused, too."""
     if bound.max_model_len < PROMPT_TOKENS:
         raise UnsupportedModelError(
             f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS}"
             " tokens."
         )
-    failed = [check for check in self_test(bound, layers) if not check.passed]
+    subject = _Subject(bound, layers)
+    try:
+        failed = [check for check in _checks(subject) if not check.passed]
+    finally:
+        subject.fill(0, PROMPT_TOKENS, 0.0)
     if failed:
         figures = "; ".join(
             f"{check.name} ({check.meaning}): {check.error:.1e} of {check.allowed:.0e}"
@@ -73,16 +68,11 @@ def require_exact(bound: BoundModel, layers: Sequence[AttentionLayer]) -> None:
         )
 
 
-def _tolerance(bound: BoundModel) -> float:
-    """Return the relative error that rounding may cause in the model's dtype and its cache's."""
-    return (
-        ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
-    )
-
-
 def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     moved = min(FARTHEST, subject.farthest)
-    allowed = _tolerance(subject.bound)
+    allowed = TOLERANCES.get(subject.bound.dtype, ROUGH_TOLERANCE)
+    if subject.bound.has_rounded_cache:
+        allowed = ROUGH_TOLERANCE
     (begin, end), length = CHUNK, PROMPT_TOKENS
     around = ((0, begin), (end, length))
 

@@ -93,9 +93,9 @@ class TransferWorker:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
 
-    def step(self, transfers: StepTransfers) -> StepReport:
-        """Carry out the transfers that the scheduler side planned for this step, and report on
-        them."""
+    def step(self, transfers: StepTransfers) -> tuple[StepReport, WorkerResults]:
+        """Carry out the transfers that the scheduler side planned for this step, and report on them
+        to it, and to vLLM."""
         self._bound.hold_generators()
         try:
             self._step(transfers)
@@ -108,13 +108,15 @@ class TransferWorker:
         newly = self._newly_loaded()
         came, evicted = self._chunks.take_changes()
         measured, self._measured = self._measured, {}
-        return StepReport(
+        results, self._results = self._results, WorkerResults()
+        report = StepReport(
             loaded={task.started.request_id: 1 for task in newly},
-            failed=frozenset(self._results.failed),
+            failed=frozenset(results.failed),
             held=frozenset((key, self._bound.rank) for key in came),
             evicted=frozenset((key, self._bound.rank) for key in evicted),
             measured=measured,
         )
+        return report, results
 
     def _step(self, transfers: StepTransfers) -> None:
         for request_id in transfers.aborted:
@@ -133,11 +135,6 @@ class TransferWorker:
         finally:  # before vLLM's own pass
             self._passes.settle()
         self._collect_written()
-
-    def take_results(self) -> WorkerResults:
-        """Return the results since the last call."""
-        results, self._results = self._results, WorkerResults()
-        return results
 
     def close(self) -> None:
         """Finish pending writes."""
