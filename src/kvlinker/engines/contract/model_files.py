@@ -183,14 +183,9 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_with(name: str, weights: WeightFormat) -> str:
-    """Return the fingerprint of the model ``name`` with weights in a format, which changes the KV
-    that it computes."""
-    return (
-        name
-        if weights in ("auto", "bf16")
-        else blake3(f"{name} weights in {weights}".encode()).hexdigest()
-    )
+def fingerprint_with(name: str, change: str) -> str:
+    """Return the fingerprint of the model ``name`` with a ``change`` of the KV that it computes."""
+    return blake3(f"{name} {change}".encode()).hexdigest()
 
 
 def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from blake3 import blake3
 from torch import Tensor, nn
 
 from kvlinker.base.threads import in_own_thread
@@ -105,9 +104,11 @@ def prepare_model(
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
     cost = CostModel(count_weights(model), anatomy.layers)
-    name = fingerprint_with(fingerprint(model) if name is None else name, weights)
+    name = fingerprint(model) if name is None else name
+    if weights not in ("auto", "bf16"):
+        name = fingerprint_with(name, f"weights in {weights}")
     if anatomy.recurrences and not state_inputs:
-        name = blake3(f"{name} without state inputs".encode()).hexdigest()
+        name = fingerprint_with(name, "without state inputs")
     program = quicken_model(model, anatomy, linear_calls, weights, sampled, native=native)
     drop_unread(model)
     return_freed()

@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from blake3 import blake3
 from transformers import AutoModelForCausalLM
 
 from kvlinker.base.errors import ModelLoadError
@@ -24,6 +22,7 @@ from kvlinker.engines.contract.cost import (
 from kvlinker.engines.contract.model_files import (
     RECOMMENDED,
     fingerprint_of_files,
+    fingerprint_with,
     model_folder,
     read_tokenizer,
     weight_files,
@@ -84,6 +83,9 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
             f"{folder} has no config.json next to weight files; chunks are named by both."
         )
     logger.info("The model's files are identified (%.1f s).", time.monotonic() - began)
+    changes = kv_changes(vllm_config)
+    if changes:
+        name = fingerprint_with(name, json.dumps(changes, sort_keys=True, default=str))
     layers = (_shape(model),) * model.get_total_num_hidden_layers()
     weights = (
         _weights(model)
@@ -91,7 +93,7 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
     )
     return ModelFacts(
         tokenizer=tokenizer,
-        fingerprint=_with_changes(name, kv_changes(vllm_config)),
+        fingerprint=name,
         dtype=model.dtype,
         vocabulary=model.get_vocab_size(),
         layers=layers,
@@ -164,13 +166,3 @@ def _weights(model: Any) -> int | None:
             )
     except Exception:  # transformers raises whatever it meets, and only an estimate depends on it
         return None
-
-
-def _with_changes(name: str, changes: Mapping[str, Any]) -> str:
-    """Return the fingerprint of a model's files, extended by the settings that change the KV that
-    is computed from them."""
-    return (
-        blake3(f"{name} {json.dumps(changes, sort_keys=True, default=str)}".encode()).hexdigest()
-        if changes
-        else name
-    )
