@@ -413,7 +413,7 @@ def test_transfer_plans_of_others_are_not_followed(http: httpx.Client, folder: P
         "linked": 3,
         "placements": [],
         "runs": [[0, 3]],
-        "captures": [{"key": "0" * 64, "begin": 0, "end": 3}],
+        "capture": {"key": "0" * 64, "begin": 0, "end": 3},
     }
     body = {"input": "The cat sat on the mat", "max_output_tokens": 2, "cache_salt": "x"}
     for signature in (None, "0" * 64, "é"):

@@ -33,9 +33,8 @@ class Workers:
         return await asyncio.to_thread(work, *arguments)
 
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        return TransferOutcome(
-            linked=all(self._chunks.put(each.key, COMPUTED) for each in transfer.captures)
-        )
+        assert transfer.capture is not None
+        return TransferOutcome(linked=self._chunks.put(transfer.capture.key, COMPUTED))
 
 
 def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:

@@ -180,13 +180,13 @@ def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(
             {"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]},
             "greater than",
         ),
-        ({"captures": [{"key": KEY, "begin": 3, "end": 9}]}, "captures"),
+        ({"capture": {"key": KEY, "begin": 3, "end": 9}}, "capture"),
         ({"unrelated": [0, 2]}, "unrelated text"),
-        ({"unrelated": [0, 2], "captures": [{"key": KEY, "begin": 2, "end": 8}]}, "unrelated text"),
+        ({"unrelated": [0, 2], "capture": {"key": KEY, "begin": 2, "end": 8}}, "unrelated text"),
         (
             {
                 "unrelated": [1, 1],
-                "captures": [{"key": KEY, "begin": 1, "end": 8}],
+                "capture": {"key": KEY, "begin": 1, "end": 8},
                 "placements": [],
             },
             "unrelated text",

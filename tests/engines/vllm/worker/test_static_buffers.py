@@ -114,7 +114,7 @@ def captured(bound, layers):
     chunk = CapturedChunk(key="0" * 64, begin=2, end=LENGTH)
     capture = ChunkCapture(chunk, tokens, layers, torch.float32, with_scores=True)
     for first, last in ((0, CUT), (CUT, LENGTH)):
-        with recording(bound, layers, [RecordedRows(0, last - first, first, [capture])]):
+        with recording(bound, layers, [RecordedRows(0, last - first, first, capture)]):
             bound.model(first, last)
         overwrite(bound)
     kv = capture.finish(bound)
@@ -147,7 +147,7 @@ def observed(bound, layers):
     part = parts_of(3, 5)
     runs = [(0, 3, ()), (5, CUT, ()), (CUT, LENGTH, (part,))]
     for first, last, parts in runs:
-        rows = RecordedRows(0, last - first, first, [observation], parts)
+        rows = RecordedRows(0, last - first, first, observation, parts)
         with recording(bound, layers, [rows]):
             bound.model(first, last)
         overwrite(bound)
@@ -164,7 +164,7 @@ def compared(bound, layers):
     comparison = KVComparison(layers, LENGTH, torch.device("cpu"))
     for first, last in ((0, CUT), (CUT, LENGTH)):
         parts = (parts_of(first, last),)
-        rows = RecordedRows(0, last - first, first, [comparison], parts)
+        rows = RecordedRows(0, last - first, first, comparison, parts)
         with recording(bound, layers, [rows], until=COMPARED_LAYER):
             bound.model(first, last)
         overwrite(bound)

@@ -101,12 +101,12 @@ class TransferPlan(_Value):
     linked: Position
     placements: tuple[PlacedChunk, ...] = ()
     runs: tuple[tuple[Position, Position], ...] = ()
-    captures: tuple[CapturedChunk, ...] = ()
+    capture: CapturedChunk | None = None
     measure: Measure | None = None
 
     unrelated: tuple[Position, Position] | None = None
-    """The positions [begin, end) of an unrelated text right before the one chunk that is captured;
-    None if there is none. The prompt is computed without it first, as the chunk is stored, and then
+    """The positions [begin, end) of an unrelated text right before the chunk that is captured; None
+    if there is none. The prompt is computed without it first, as the chunk is stored, and then
     with it, to measure the ``sensitivity`` of the chunk's tokens."""
 
     second_pass: bool = False
@@ -122,11 +122,10 @@ class TransferPlan(_Value):
     def alone(self) -> TransferPlan | None:
         """The plan for the prompt without the unrelated text, which is carried out first; None if
         there is no such text."""
-        if self.unrelated is None:
+        if self.unrelated is None or self.capture is None:
             return None
-        (captured,) = self.captures
         begin, end = self.unrelated
-        return plan_capture(captured.key, begin=begin, end=self.linked - (end - begin))
+        return plan_capture(self.capture.key, begin=begin, end=self.linked - (end - begin))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -140,19 +139,16 @@ class TransferPlan(_Value):
             not placed.first < placed.last or placed.end > self.linked for placed in self.placements
         ):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
-        if any(not captured.begin < captured.end <= self.linked for captured in self.captures):
-            raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
-        if self.measure and self.captures:
+        captured = None if self.capture is None else (self.capture.begin, self.capture.end)
+        if captured is not None and not captured[0] < captured[1] <= self.linked:
+            raise ValueError(f"capture is not a range within the first {self.linked} tokens")
+        if self.measure and captured:
             raise ValueError("one transfer plan does not measure and capture")
         if self.unrelated is not None:
             begin, end = self.unrelated
-            wanted = (
-                CapturedChunk(key=captured.key, begin=end, end=self.linked)
-                for captured in self.captures[:1]
-            )
-            if not begin < end or self.placements or self.captures != tuple(wanted):
+            if not begin < end or self.placements or captured != (end, self.linked):
                 raise ValueError(
-                    "an unrelated text stands right before one chunk that is captured, and nothing"
+                    "an unrelated text stands right before a chunk that is captured, and nothing"
                     " is placed"
                 )
         covered = 0
@@ -266,4 +262,4 @@ def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> Trans
     """
     captured = CapturedChunk(key=key, begin=begin, end=end)
     text = (begin - unrelated, begin) if unrelated else None
-    return TransferPlan(linked=end, runs=((0, end),), captures=(captured,), unrelated=text)
+    return TransferPlan(linked=end, runs=((0, end),), capture=captured, unrelated=text)

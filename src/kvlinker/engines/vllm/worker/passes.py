@@ -35,7 +35,6 @@ from kvlinker.engines.vllm.worker.recording import (
     ChunkCapture,
     KVComparison,
     RecordedRows,
-    Recorder,
     recording,
 )
 from kvlinker.linking.plan import Range
@@ -58,24 +57,17 @@ class TransferTask:
     """The tokens that runs compute: the prompt's, without its unrelated text until it begins
     again."""
 
-    captures: tuple[ChunkCapture, ...] = ()
+    recorder: ChunkCapture | KVComparison | QuestionObservation | None = None
+    """What captures the plan's chunk, or measures for it."""
 
-    alone: tuple[ChunkCapture, ...] = ()
-    """The captures without the unrelated text, which are complete, once the prompt has begun
+    alone: ChunkCapture | None = None
+    """The capture without the unrelated text, which is complete, once the prompt has begun
     again."""
-
-    measurement: KVComparison | QuestionObservation | None = None
-    """The collector of a first pass's measurements."""
 
     load_reported: bool = False
     """True once the scheduler side knows that the chunks are in memory."""
 
     failed: bool = False
-
-    @property
-    def recorders(self) -> Sequence[Recorder]:
-        """What looks at its passes."""
-        return self.captures if self.measurement is None else (self.measurement,)
 
     def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> list[list[ChunkPart]]:
         """Return the parts' KV and its places, by group of layers. If a chunk does not fit the
@@ -235,12 +227,12 @@ class Passes:
         others = []
         for task, each in slices:
             if (
-                isinstance(task.measurement, QuestionObservation)
+                isinstance(task.recorder, QuestionObservation)
                 and one_pass
                 and each.is_whole(task.started.plan)
             ):
                 (parts,) = task.parts(self._bound, each.parts)
-                task.measurement.unplaced = tuple(parts)
+                task.recorder.unplaced = tuple(parts)
             else:
                 others.append((task, each))
         self._placing.place(self._parts(each for each in others if not _compares(each[0])))
@@ -255,12 +247,12 @@ class Passes:
         """Compute the slices' runs, each layer once all is placed in it. Raises the model's
         errors."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(run for run in runs if not run.task.recorders):
+        for group in self._grouped(run for run in runs if run.task.recorder is None):
             self._forward(group)
-        recorded = [run for run in runs if run.task.recorders]
+        recorded = [run for run in runs if run.task.recorder is not None]
         for compares, until in ((False, None), (True, COMPARED_LAYER)):
             for group in self._grouped(run for run in recorded if _compares(run.task) is compares):
-                rows = [self._rows(run) for run in group]
+                rows = list(map(self._rows, group))
                 with recording(self._bound, self._layers, rows, until=until):
                     self._forward(group, eager=True)
 
@@ -316,17 +308,18 @@ class Passes:
     def _rows(self, run: _TaskRun) -> RecordedRows:
         task = run.task
         parts: tuple[ChunkPart, ...] = ()
-        match task.measurement:
+        assert task.recorder is not None
+        match task.recorder:
             case KVComparison():
                 parts = tuple(task.whole_parts(self._bound, run.begin, run.end))
             case QuestionObservation(unplaced=unplaced) if run.end == task.started.plan.linked:
                 parts = unplaced or tuple(task.whole_parts(self._bound, 0, run.end))
-        return RecordedRows(run.first, run.end - run.begin, run.begin, task.recorders, parts)
+        return RecordedRows(run.first, run.end - run.begin, run.begin, task.recorder, parts)
 
 
 def _compares(task: TransferTask) -> bool:
-    return isinstance(task.measurement, KVComparison)
+    return isinstance(task.recorder, KVComparison)
 
 
 def _observes(task: TransferTask) -> bool:
-    return isinstance(task.measurement, QuestionObservation)
+    return isinstance(task.recorder, QuestionObservation)

@@ -52,10 +52,10 @@ class RecordedRows:
     first: int
     count: int
     begin: int
-    recorders: Sequence[Recorder]
+    recorder: Recorder
 
     parts: Sequence[ChunkPart] = ()
-    """The placed chunks that recorders look at besides: those in these rows to compare, all of the
+    """The placed chunks that it looks at besides: those in these rows to compare, all of the
     request's to observe, with its last row."""
 
 
@@ -86,8 +86,7 @@ def recording(
         whole = query.reshape(len(keys), -1), keys, values, plain
         for each in rows:
             call = AttentionCall(*(part[each.first : each.first + each.count] for part in whole))
-            for recorder in each.recorders:
-                recorder.record(index, each, call)
+            each.recorder.record(index, each, call)
         if index == until:
             raise _PassIsOver
 

@@ -77,7 +77,7 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     around = ((0, begin), (end, length))
 
     capture = subject.capture()
-    with recording(subject.bound, subject.layers, [RecordedRows(0, length, 0, [capture])]):
+    with recording(subject.bound, subject.layers, [RecordedRows(0, length, 0, capture)]):
         own = subject.computed([(0, length)])
     if not own.isfinite().all():
         raise UnsupportedModelError(

@@ -4,7 +4,7 @@ on them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from kvlinker.engines.vllm.protocol.steps import (
     StepTransfers,
     TransferSlice,
 )
-from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk, TransferPlan
+from kvlinker.engines.vllm.protocol.transfer_plan import TransferPlan
 from kvlinker.engines.vllm.worker.layers import own_heads, trace_layers
 from kvlinker.engines.vllm.worker.observing import QuestionObservation
 from kvlinker.engines.vllm.worker.passes import Passes, TransferTask
@@ -158,43 +158,38 @@ class TransferWorker:
             raise KVLinkerError("There are no blocks left for the windows of its layers.")
         if plan.unrelated is not None:
             tokens = np.delete(tokens, slice(*plan.unrelated))
-        captures = self._captures(
-            (plan.alone or plan).captures, tokens, with_scores=self._with_scores
-        )
+        recorder = self._recorder(plan.alone or plan, tokens, with_scores=self._with_scores)
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
         if len(resident) == len(plan.keys):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(resident)
         else:
             loaded = self._loader.submit(self._load, plan.keys)
-        return TransferTask(started, loaded, tokens, captures, measurement=self._measurement(plan))
+        return TransferTask(started, loaded, tokens, recorder)
 
-    def _captures(
-        self, chunks: Sequence[CapturedChunk], tokens: NDArray[np.int64], *, with_scores: bool
-    ) -> tuple[ChunkCapture, ...]:
-        capture = partial(
-            ChunkCapture,
-            tokens=tokens,
-            layers=self._layers,
-            dtype=self._bound.dtype,
+    def _recorder(
+        self, plan: TransferPlan, tokens: NDArray[np.int64], *, with_scores: bool
+    ) -> ChunkCapture | KVComparison | QuestionObservation | None:
+        if plan.measure == "deviation":
+            return KVComparison(self._layers, plan.linked, self._bound.device)
+        if plan.measure == "attention":
+            return QuestionObservation(self._layers, plan.linked)
+        if plan.capture is None:
+            return None
+        return ChunkCapture(
+            plan.capture,
+            tokens,
+            self._layers,
+            self._bound.dtype,
             with_scores=with_scores,
             device=self._bound.device,
         )
-        return tuple(map(capture, chunks))
 
     def _begin_again(self, task: TransferTask) -> None:
         """Have the task's prompt computed from its beginning, with its unrelated text."""
-        task.tokens, task.alone = task.started.tokens, task.captures
-        task.captures = self._captures(task.started.plan.captures, task.tokens, with_scores=False)
-
-    def _measurement(self, plan: TransferPlan) -> KVComparison | QuestionObservation | None:
-        match plan.measure:
-            case "deviation":
-                return KVComparison(self._layers, plan.linked, self._bound.device)
-            case "attention":
-                return QuestionObservation(self._layers, plan.linked)
-            case None:
-                return None
+        assert isinstance(task.recorder, ChunkCapture)
+        task.tokens, task.alone = task.started.tokens, task.recorder
+        task.recorder = self._recorder(task.started.plan, task.tokens, with_scores=False)
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
         """Load the chunks, in the loader's thread. All of them are read even if one is damaged, so
@@ -265,37 +260,32 @@ class TransferWorker:
     def _complete(self, task: TransferTask) -> None:
         """End a task whose last slice is done."""
         request_id = task.started.request_id
-        if task.failed:
-            self._end(request_id, failed=True)
-        elif task.measurement is not None:
-            measured = task.measurement.finish(self._bound)
+        recorder = task.recorder
+        if task.failed or recorder is None:
+            self._end(request_id, failed=task.failed)
+        elif isinstance(recorder, ChunkCapture):
+            behind = None if task.alone is None else recorder.finish(self._bound)
+            kv = (task.alone or recorder).finish(self._bound)
+            if self._bound.is_first_rank:
+                key = recorder.chunk.key
+                self._writing[request_id] = self._writer.submit(self._write, key, kv, behind)
+            else:
+                self._end(request_id)
+        else:
+            measured = recorder.finish(self._bound)
             if self._bound.is_first_rank:
                 self._measured[request_id] = measured
             self._end(request_id)
-        elif not task.captures:
-            self._end(request_id)
-        else:
-            kvs = {each.chunk.key: each.finish(self._bound) for each in task.alone or task.captures}
-            behind = {
-                each.chunk.key: each.finish(self._bound) for each in task.captures if task.alone
-            }
-            if self._bound.is_first_rank:
-                self._writing[request_id] = self._writer.submit(self._write, kvs, behind)
-            else:
-                self._end(request_id)
 
-    def _write(self, kvs: Mapping[str, ChunkKV], behind: Mapping[str, ChunkKV]) -> bool:
-        """Store captured chunks by key, in the writer's thread, and measure the sensitivity of
-        those that were captured ``behind`` another text, too. Returns whether the disk took all of
-        them. Raises KVLinkerError for numbers that are not finite."""
-        for kv in (*kvs.values(), *behind.values()):
-            require_finite(kv)
-        measured = {
-            key: with_sensitivity(kv, behind[key]) if key in behind else kv
-            for key, kv in kvs.items()
-        }
-        stored = [self._chunks.put(key, kv) for key, kv in measured.items()]
-        return all(stored)
+    def _write(self, key: str, kv: ChunkKV, behind: ChunkKV | None) -> bool:
+        """Store a captured chunk, in the writer's thread, and measure its sensitivity if it was
+        captured ``behind`` another text, too. Returns whether the disk took it. Raises
+        KVLinkerError for numbers that are not finite."""
+        require_finite(kv)
+        if behind is not None:
+            require_finite(behind)
+            kv = with_sensitivity(kv, behind)
+        return self._chunks.put(key, kv)
 
     def _collect_written(self) -> None:
         for request_id, written in list(self._writing.items()):
