@@ -95,6 +95,7 @@ def worker(*, fresh):
         model=model,
         layers=layers,
         device=torch.device("cpu"),
+        dtype=torch.float32,
         trace=lambda: model(0, 4),
         gather_heads=lambda heads: heads,
         mean_over_workers=lambda values: values,
@@ -112,12 +113,12 @@ def overwrite(bound):
 def captured(bound, layers):
     tokens = np.arange(LENGTH)
     chunk = CapturedChunk(key="0" * 64, begin=2, end=LENGTH)
-    capture = ChunkCapture(chunk, tokens, layers, torch.float32, with_scores=True)
+    capture = ChunkCapture(chunk, tokens, layers, bound, with_scores=True)
     for first, last in ((0, CUT), (CUT, LENGTH)):
         with recording(bound, layers, [RecordedRows(0, last - first, first, capture)]):
             bound.model(first, last)
         overwrite(bound)
-    kv = capture.finish(bound)
+    kv = capture.finish()
     assert kv.scores is not None
     return [*(tensor for layer in kv.layers for tensor in (layer.key, layer.value))], kv.scores
 
@@ -143,7 +144,7 @@ def parts_of(first, last):
 
 
 def observed(bound, layers):
-    observation = QuestionObservation(layers, LENGTH)
+    observation = QuestionObservation(layers, LENGTH, bound)
     part = parts_of(3, 5)
     runs = [(0, 3, ()), (5, CUT, ()), (CUT, LENGTH, (part,))]
     for first, last, parts in runs:
@@ -161,14 +162,14 @@ def test_observed_keys_stay_as_they_were():
 
 
 def compared(bound, layers):
-    comparison = KVComparison(layers, LENGTH, torch.device("cpu"))
+    comparison = KVComparison(layers, LENGTH, bound)
     for first, last in ((0, CUT), (CUT, LENGTH)):
         parts = (parts_of(first, last),)
         rows = RecordedRows(0, last - first, first, comparison, parts)
         with recording(bound, layers, [rows], until=COMPARED_LAYER):
             bound.model(first, last)
         overwrite(bound)
-    return unpacked(comparison.finish(bound), tokens=LENGTH)
+    return unpacked(comparison.finish(), tokens=LENGTH)
 
 
 def test_compared_deviations_stay_as_they_were():

@@ -19,11 +19,12 @@ class QuestionObservation:
     """Collects the attention of a request's last token on all of its ``length`` tokens, layer by
     layer. Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], length: int) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], length: int, bound: BoundModel) -> None:
         self.unplaced: tuple[ChunkPart, ...] = ()
         """All chunks of the request where the pass itself is to place them, so that their keys are
         copied once."""
 
+        self._bound = bound
         self._layers = layers
         self._length = length
         self._computed: list[list[tuple[int, Tensor]]] = [[] for _ in layers]
@@ -62,6 +63,6 @@ class QuestionObservation:
         attention.write(key, value, torch.cat([part.slots for part in parts]))
         return attention.asked(key, value)
 
-    def finish(self, bound: BoundModel) -> bytes:
+    def finish(self) -> bytes:
         """Return the attention over the heads of all workers, which all have to ask for it."""
-        return packed(bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy())
+        return packed(self._bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy())

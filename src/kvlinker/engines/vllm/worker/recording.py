@@ -24,8 +24,6 @@ from kvlinker.engines.vllm.worker.layers import ChunkPart, placed_kv
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
 
-CPU = torch.device("cpu")
-
 
 class AttentionCall(NamedTuple):
     """What attention takes of some tokens in one layer: their query [tokens, …], keys with their
@@ -103,15 +101,15 @@ class ChunkCapture:
         chunk: CapturedChunk,
         tokens: NDArray[np.int64],
         layers: Sequence[AttentionLayer],
-        dtype: torch.dtype,
+        bound: BoundModel,
         *,
         with_scores: bool,
-        device: torch.device = CPU,
     ) -> None:
-        """``tokens`` [linked] are the request's, ``device`` the model's."""
+        """``tokens`` [linked] are the request's."""
         self.chunk = chunk
         length = chunk.end - chunk.begin
-        room = partial(host_room, dtype=dtype, device=device)
+        room = partial(host_room, dtype=bound.dtype, device=bound.device)
+        self._bound = bound
         self._layers = layers
         self._kv = [
             (room((length, each.heads, each.key_dim)), room((length, each.heads, each.value_dim)))
@@ -121,7 +119,7 @@ class ChunkCapture:
         if with_scores:
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
             self._scores = ScoreCollector(
-                len(layers), [(chunk.begin, chunk.end)], [content], device=device
+                len(layers), [(chunk.begin, chunk.end)], [content], device=bound.device
             )
             self._asked: list[list[Tensor]] = [
                 [] for _ in layers
@@ -147,8 +145,9 @@ class ChunkCapture:
 
             self._scores.observe(layer, begin, rows.count, weights)
 
-    def finish(self, bound: BoundModel) -> ChunkKV:
+    def finish(self) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""
+        bound = self._bound
         finish_copies(bound.device)
         layers = tuple(
             LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer))
@@ -176,9 +175,10 @@ class KVComparison:
     compared layer, from that of chunks: the measure that CacheBlend chooses by (CacheBlend, section
     4.3). Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], length: int, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], length: int, bound: BoundModel) -> None:
+        self._bound = bound
         self._layer = layers[COMPARED_LAYER]
-        self._squares = torch.zeros(2, length, device=device)
+        self._squares = torch.zeros(2, length, device=bound.device)
 
     def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
         """Compare keys and values of the compared layer with those of the placed chunks."""
@@ -191,8 +191,8 @@ class KVComparison:
                 distances = (new[own].float() - old.float()).square_().sum(dim=(1, 2))
                 squares[part.begin : part.begin + len(distances)] = distances
 
-    def finish(self, bound: BoundModel) -> bytes:
+    def finish(self) -> bytes:
         """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for
         it."""
-        mean = bound.mean_over_workers(self._squares).cpu()
+        mean = self._bound.mean_over_workers(self._squares).cpu()
         return packed((mean * (self._layer.total_heads / self._layer.heads)).numpy())

@@ -84,7 +84,7 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
             f"vLLM's own pass of {type(subject.bound.model).__name__} gives numbers that are not"
             " finite, with nothing linked, so that kvlinker cannot check it."
         )
-    kv = own_heads(subject.layers, subject.bound.dtype, capture.finish(subject.bound))
+    kv = own_heads(subject.layers, subject.bound.dtype, capture.finish())
 
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)
@@ -133,7 +133,7 @@ class _Subject:
 
     def capture(self) -> ChunkCapture:
         chunk = CapturedChunk(key="0" * 64, begin=CHUNK[0], end=CHUNK[1])
-        return ChunkCapture(chunk, self._tokens, self.layers, self.bound.dtype, with_scores=False)
+        return ChunkCapture(chunk, self._tokens, self.layers, self.bound, with_scores=False)
 
     def computed(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
         """Return the hidden states [tokens, hidden] of the last run, when all runs go through the

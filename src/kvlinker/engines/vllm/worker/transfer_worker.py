@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.futures import resolved
 from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.vllm.adapter import BoundModel
@@ -148,9 +149,7 @@ class TransferWorker:
             logger.exception(
                 "Request %s cannot be linked; vLLM computes it alone.", started.request_id
             )
-            loaded: Future[dict[str, ChunkKV] | None] = Future()
-            loaded.set_result(None)
-            return TransferTask(started, loaded, started.tokens, failed=True)
+            return TransferTask(started, resolved(None), started.tokens, failed=True)
 
     def _task(self, started: StartedTransfer) -> TransferTask:
         plan, tokens = started.plan, started.tokens
@@ -160,29 +159,24 @@ class TransferWorker:
             tokens = np.delete(tokens, slice(*plan.unrelated))
         recorder = self._recorder(plan.alone or plan, tokens, with_scores=self._with_scores)
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
-        if len(resident) == len(plan.keys):
-            loaded: Future[dict[str, ChunkKV] | None] = Future()
-            loaded.set_result(resident)
-        else:
-            loaded = self._loader.submit(self._load, plan.keys)
+        loaded: Future[dict[str, ChunkKV] | None] = (
+            resolved(resident)
+            if len(resident) == len(plan.keys)
+            else self._loader.submit(self._load, plan.keys)
+        )
         return TransferTask(started, loaded, tokens, recorder)
 
     def _recorder(
         self, plan: TransferPlan, tokens: NDArray[np.int64], *, with_scores: bool
     ) -> ChunkCapture | KVComparison | QuestionObservation | None:
         if plan.measure == "deviation":
-            return KVComparison(self._layers, plan.linked, self._bound.device)
+            return KVComparison(self._layers, plan.linked, self._bound)
         if plan.measure == "attention":
-            return QuestionObservation(self._layers, plan.linked)
+            return QuestionObservation(self._layers, plan.linked, self._bound)
         if plan.capture is None:
             return None
         return ChunkCapture(
-            plan.capture,
-            tokens,
-            self._layers,
-            self._bound.dtype,
-            with_scores=with_scores,
-            device=self._bound.device,
+            plan.capture, tokens, self._layers, self._bound, with_scores=with_scores
         )
 
     def _begin_again(self, task: TransferTask) -> None:
@@ -264,15 +258,15 @@ class TransferWorker:
         if task.failed or recorder is None:
             self._end(request_id, failed=task.failed)
         elif isinstance(recorder, ChunkCapture):
-            behind = None if task.alone is None else recorder.finish(self._bound)
-            kv = (task.alone or recorder).finish(self._bound)
+            behind = None if task.alone is None else recorder.finish()
+            kv = (task.alone or recorder).finish()
             if self._bound.is_first_rank:
                 key = recorder.chunk.key
                 self._writing[request_id] = self._writer.submit(self._write, key, kv, behind)
             else:
                 self._end(request_id)
         else:
-            measured = recorder.finish(self._bound)
+            measured = recorder.finish()
             if self._bound.is_first_rank:
                 self._measured[request_id] = measured
             self._end(request_id)
