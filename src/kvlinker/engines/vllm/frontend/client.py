@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,16 +120,14 @@ class VLLMClient:
         transfer_params = None if transfer is None else self.signed(transfer, tokens)
         structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
         params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
-        outputs = self.engine_client.generate(
+        generated = self.engine_client.generate(
             prompt, params, name, reasoning_ended=True
         )  # grammars have reasoning in them
-        try:
+        async with aclosing(generated) as outputs:  # closing aborts what is under way
             async for output in outputs:
                 new = _new_tokens(output)
                 self.note(new.outcome)
                 yield new
-        finally:
-            await outputs.aclose()  # which aborts what is under way
 
     async def prompt_logprobs(
         self, tokens: NDArray[np.int64], *, first: int, top: int
@@ -140,12 +139,9 @@ class VLLMClient:
         params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
         prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": secrets.token_hex(16)}
         scored: list[Mapping[int, Any]] = []
-        outputs = self.engine_client.generate(prompt, params, name)
-        try:
+        async with aclosing(self.engine_client.generate(prompt, params, name)) as outputs:
             async for output in outputs:
                 scored += output.prompt_logprobs or ()
-        finally:
-            await outputs.aclose()
         own, best = [], []
         for token, entries in zip(tokens[first:].tolist(), scored[first:], strict=True):
             logprobs = {other: entry.logprob for other, entry in entries.items()}
