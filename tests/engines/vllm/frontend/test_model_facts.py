@@ -44,7 +44,8 @@ def test_nothing_is_loaded_to_know_a_model(settings, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     config = configure(settings)
     facts = read_facts(config, settings, tokenizer_of(config, settings))
-    assert facts.dtype == torch.float32
+    in_fp32 = 4 * sum(shape.values_per_token for shape in facts.layers)
+    assert facts.kv_bytes_per_token == in_fp32
     assert {(shape.query_heads, shape.kv_heads, shape.key_dim) for shape in facts.layers} == {
         (4, 2, HEAD_DIM)
     }

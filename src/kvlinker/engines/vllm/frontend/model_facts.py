@@ -51,19 +51,14 @@ class ModelFacts:
     tokenizer: Any
     fingerprint: str
 
-    dtype: torch.dtype
-    """The dtype of weights and KV."""
-
     vocabulary: int
     """Token ids go from 0 to this, exclusive."""
 
     layers: tuple[AttentionShape, ...]
     cost: CostModel
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's KV over all layers."""
-        return kv_bytes_per_token(self.layers, self.dtype)
+    kv_bytes_per_token: int
+    """The bytes of one token's KV over all layers."""
 
 
 def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFacts:
@@ -94,10 +89,10 @@ def read_facts(vllm_config: Any, settings: Settings, tokenizer: Any) -> ModelFac
     return ModelFacts(
         tokenizer=tokenizer,
         fingerprint=name,
-        dtype=model.dtype,
         vocabulary=model.get_vocab_size(),
         layers=layers,
         cost=CostModel(weights, layers),
+        kv_bytes_per_token=kv_bytes_per_token(layers, model.dtype),
     )
 
 
