@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
@@ -39,7 +39,6 @@ from kvlinker.engines.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.engines.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.engines.vllm.frontend.linker import PreparedPrompt, StoredLink, VLLMLinker
 from kvlinker.engines.vllm.frontend.model_facts import ModelFacts
-from kvlinker.engines.vllm.frontend.unsupported import refuse_unsupported, unscored
 from kvlinker.engines.vllm.protocol.transfer_plan import outcome_of, unsupported
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -85,17 +84,14 @@ class VLLMEngine:
             facts.vocabulary, self.max_model_len, settings.max_answer_tokens
         )
         longest = self.max_model_len - SPARE_TOKENS
+        unrelated = facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
         self._chunks = ChunkProvider(
             client,
             store,
             fingerprint=facts.fingerprint,
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
-            unrelated=(
-                facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
-                if settings.chunk_scores
-                else ()
-            ),
+            unrelated=unrelated if settings.chunk_scores else (),
         )
         self._linker = VLLMLinker(client, self._chunks, layers=len(facts.layers), longest=longest)
         self._closing = False
@@ -165,7 +161,7 @@ class VLLMEngine:
         self.client.threads.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        raise unscored("prompt")
+        raise _unscored("prompt")
 
     def score_whole(
         self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
@@ -219,7 +215,7 @@ class VLLMEngine:
         """
         self._refuse_if_closing()
         check_supported(self.unsupported(request.policy))
-        refuse_unsupported(request)
+        _refuse_unsupported(request)
         if request.sampling.grammar is not None:
             self.client.grammars.prepare(request.sampling.grammar)
         return self._limits.max_tokens(request)
@@ -368,3 +364,35 @@ class VLLMEngine:
     def _refuse_if_closing(self) -> None:
         if self._closing:
             raise engine_closed()
+
+
+def _refuse_unsupported(request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for the first field that vLLM cannot follow."""
+    if request.explains:
+        raise InvalidRequestError(
+            "The vllm engine does not explain a prompt with its answer: leave out"
+            f" 'link.explain'. {WayOut.EXPLAIN}",
+            param="link.explain",
+        )
+    if request.keeps_answer:
+        raise InvalidRequestError(
+            "The vllm engine keeps no answers, whose KV stays in vLLM: leave out 'link.keep',"
+            " and mark the answer where another prompt has it.",
+            param="link.keep",
+        )
+    if request.sampling.prompt_logprobs is not None:
+        raise _unscored("prompt_logprobs")
+    if request.sampling.max_tokens == 0:
+        raise InvalidRequestError(
+            "max_tokens is 0, but the vllm engine generates at least 1 token.",
+            param="max_tokens",
+        )
+
+
+def _unscored(param: str) -> InvalidRequestError:
+    """Return the error of requests for log probabilities of prompts."""
+    return InvalidRequestError(
+        "The vllm engine cannot score prompts: vLLM gives log probabilities of prompts only if"
+        " nothing is linked. Use the embedded engine.",
+        param=param,
+    )
