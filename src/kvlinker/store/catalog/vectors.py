@@ -77,11 +77,18 @@ class VectorIndex:
             keys = [compared[place] for place in order[start : start + KEYS_PER_QUERY]]
             ids = dict(
                 self._database.query(
-                    "SELECT k.key, h.id FROM chunks k JOIN context_caches h ON h.number = (SELECT"
-                    " max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND"
-                    f" {' AND '.join([SEARCHED, *conditions])}) WHERE k.fingerprint = :fingerprint"
-                    " AND k.key IN (SELECT value FROM json_each(:keys))",
-                    {**values, "keys": json.dumps(keys), "now": now, "fingerprint": fingerprint},
+                    "SELECT k.key, h.id FROM chunks k INDEXED BY chunks_by_tenant JOIN"
+                    " context_caches h ON h.number = (SELECT max(c.number) FROM context_caches c"
+                    f" WHERE c.chunk_key = k.key AND {' AND '.join([SEARCHED, *conditions])}) WHERE"
+                    " k.tenant = :tenant AND k.key IN (SELECT value FROM json_each(:keys)) AND"
+                    " k.fingerprint = :fingerprint",
+                    {
+                        **values,
+                        "tenant": tenant,
+                        "keys": json.dumps(keys),
+                        "fingerprint": fingerprint,
+                        "now": now,
+                    },
                 )
             )
             found += [ids[key] for key in keys if key in ids]

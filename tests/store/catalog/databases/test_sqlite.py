@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from kvlinker.store import Catalog, Cipher, StoreError
@@ -33,6 +34,22 @@ def connection_of(catalog: Catalog) -> sqlite3.Connection:
 def catalog(path: Path) -> Iterator[Catalog]:
     with closing(Catalog(path)) as catalog:
         yield catalog
+
+
+@contextmanager
+def plan_of_last(catalog: Catalog) -> Iterator[list[str]]:
+    """Yields a list, which has the plan of the block's last query behind the block."""
+    asked: list[tuple[str, dict[str, object]]] = []
+    query = catalog._database.query
+
+    def listen(statement: str, values: dict[str, object]) -> object:
+        asked.append((statement, values))
+        return query(statement, values)
+
+    plan: list[str] = []
+    with mock.patch.object(catalog._database, "query", listen):
+        yield plan
+    plan += [row[-1] for row in query(f"EXPLAIN QUERY PLAN {asked[-1][0]}", asked[-1][1])]
 
 
 def test_a_file_that_is_no_database_is_an_error_with_a_way_out(tmp_path: Path) -> None:
@@ -161,17 +178,21 @@ def test_a_page_far_behind_costs_no_more_than_the_first(
     """An index is read from the page's time of creation on, and nothing is sorted."""
     first, second = (replace(record(number), metadata={"source": "a.md"}) for number in (1, 2))
     catalog.add([first, second])
-    asked: list[tuple[str, dict[str, object]]] = []
-    query = catalog._database.query
-
-    def listen(statement: str, values: dict[str, object]) -> object:
-        asked.append((statement, values))
-        return query(statement, values)
-
-    with mock.patch.object(catalog._database, "query", listen):
+    with plan_of_last(catalog) as plan:
         assert catalog.list(
             "anna", NOW, limit=5, after=first.id, order="asc", metadata=metadata
         ).items
-    plan = [row[-1] for row in query(f"EXPLAIN QUERY PLAN {asked[-1][0]}", asked[-1][1])]
     assert "created_at" in plan[0], plan
     assert not any("SCAN" in line or "TEMP B-TREE" in line for line in plan), plan
+
+
+def test_a_few_chunks_that_are_near_cost_no_look_at_all_of_the_model(catalog: Catalog) -> None:
+    found = text_record(TEXTS[0])
+    add(catalog, found)
+    vector = np.ones(1, np.float32)
+    catalog.vectors.add("one", {found.chunk_key: vector})
+    with plan_of_last(catalog) as plan:
+        assert catalog.vectors.nearest(
+            vector, embedder="one", tenant="anna", fingerprint="weights", now=NOW, limit=1
+        )
+    assert "(tenant=? AND key=?)" in plan[0], plan
