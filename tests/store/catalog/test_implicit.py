@@ -4,11 +4,13 @@ harms no other."""
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.types.chunks import Chunk, Origin, chunk_key
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, Room
 from kvlinker.store.catalog.databases.interface import Database
@@ -50,6 +52,20 @@ def test_damage_to_one_chunk_harms_no_other(place: Place, catalog: Catalog) -> N
     (entered,) = catalog.implicit.enter([implicit(3)], limits(), now=NOW, kept=())
     assert entered is not None
     assert entered.created
+
+
+def test_what_stood_before_answers_is_not_unpacked_with_them(catalog: Catalog) -> None:
+    """It is a whole conversation each time, and nobody asks for it here."""
+    chunk = Chunk((1, 2), tuple(range(100_000)), origin=Origin.ANSWER)
+    key = chunk_key(chunk, fingerprint="weights", tenant="anna")
+    catalog.add([dataclasses.replace(implicit(1), chunk=chunk, chunk_key=key)])
+    tracemalloc.start()
+    try:
+        found = catalog.implicit.tokens_since(0, "anna", "weights", limit=9)
+        assert tracemalloc.get_traced_memory()[1] < 1_500_000, "it takes 400,000 bytes packed"
+    finally:
+        tracemalloc.stop()
+    assert found == (1, ((1, 2),))
 
 
 def test_those_that_were_used_longest_ago_make_room(catalog: Catalog) -> None:

@@ -174,7 +174,8 @@ def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
 def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, ...]]:
     """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``,
     without those that were changed from outside."""
-    return {row[0]: chunk.tokens for row in rows if (chunk := read_chunk(row, blobs)) is not None}
+    packed = ((row[0], genuine_tokens(row, blobs)) for row in rows)
+    return {key: token_ids(own[0]) for key, own in packed if own is not None}
 
 
 def read_chunk(row: Any, blobs: TokenBlobs, *, scored: bool = True) -> Chunk | None:
