@@ -232,7 +232,7 @@ class ChunkStore(Inventory):
         kept = self._residence.resident(kv)
         with self._lock:
             if kv.scores is not None:
-                for tier in self._in_memory:
+                for tier in reversed(self._in_memory):  # else a reader would copy it up again
                     if lacks_scores(tier, key):
                         tier.delete(key)
             self._place(key, kept, kv, self._tiers, adds_scores=kv.scores is not None)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import ChunkEvicted, ChunkLookup
+from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
 from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.store.loading.prompt_load import Urgency
@@ -161,6 +164,42 @@ def test_a_copy_on_its_way_up_does_not_undo_a_delete(recorder: Recorder) -> None
     with mock.patch.object(DeviceTier, "copied", held_up):
         run_threads(lambda: store.get(key_of(1)), delete)
     assert store.keys() == frozenset()
+
+
+def test_a_copy_that_kv_with_scores_replaces_does_not_come_back(recorder: Recorder) -> None:
+    """Whoever looks for it meanwhile finds it on the device, or nowhere."""
+    store, key = store_with(recorder), key_of(1)
+    store.put(key, chunk_kv(1))
+    store.get(key)
+    looking, deleted = threading.Event(), threading.Event()
+    reader = threading.Thread(target=store.get, args=(key,))
+    get, delete = DeviceTier.get, HostTier.delete
+
+    def held_up(tier: DeviceTier, key: str) -> ChunkKV | None:
+        if threading.current_thread() is reader:
+            looking.set()
+            assert deleted.wait(10)
+        return get(tier, key)
+
+    def delete_first(tier: HostTier, key: str) -> bool:
+        gone = delete(tier, key)
+        deleted.set()
+        reader.join(0.5)  # it waits for ``put`` if it has a copy for the device
+        return gone
+
+    ones = np.ones(3, np.float32)
+    scores = ChunkScores(Contextualization(3, 1.0), ones, ones, ones)
+    with (
+        mock.patch.object(DeviceTier, "get", held_up),
+        mock.patch.object(HostTier, "delete", delete_first),
+    ):
+        reader.start()
+        assert looking.wait(10)
+        store.put(key, replace(chunk_kv(1), scores=scores))
+        reader.join()
+    kv = store.get(key)
+    assert kv is not None
+    assert kv.scores is not None
 
 
 def test_pins_are_for_the_tiers_behind(recorder: Recorder) -> None:
