@@ -232,6 +232,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "chat_prompt",
         "read_chat",
         "read_completion",
+        "submit",
         "sampling_params",
     }
     building |= {"prepare_chat", "request_tools", "described", "fitting"}

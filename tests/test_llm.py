@@ -21,13 +21,12 @@ from kvlinker.base.errors import (
     QuotaExceededError,
 )
 from kvlinker.base.types.chunks import chunk_key
-from kvlinker.base.types.messages import ChatMessage, ContextCacheReference, MarkedText
+from kvlinker.base.types.messages import ChatMessage, ContextCacheReference
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import Policy, known_policies
-from kvlinker.service.prompt_calls import PreparedRequest
 from kvlinker.settings import load_settings
 from kvlinker.store import TenantUsage
 from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
@@ -91,8 +90,10 @@ def test_given_text_is_scored_as_it_is_generated(make_llm):
 @pytest.mark.parametrize("read", ["read_chat", "read_completion", "score", "explain"])
 def test_a_policy_without_a_certificate_is_refused_before_anything_is_read(make_llm, read):
     llm = make_llm(policy="full", require_certificate=True)
-    content = (MarkedText(TEXTS[0]),)
-    prompt = [ChatMessage("user", content)] if read in ("read_chat", "explain") else content
+    content = [{"type": "text", "text": TEXTS[0], "cache_control": {"type": "ephemeral"}}]
+    prompt = (
+        [{"role": "user", "content": content}] if read in ("read_chat", "explain") else TEXTS[0]
+    )
     with pytest.raises(PolicyError, match="naive has no certificate") as caught:
         getattr(llm, read)(prompt, policy="naive")
     assert caught.value.param == "link.policy"
@@ -278,6 +279,16 @@ def test_what_the_server_asks_is_told(make_llm):
     assert not llm.healthy
 
 
+def test_prompts_are_read_as_callers_write_them(make_llm):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[:1])
+    typed = (ContextCacheReference(cache.id), TEXTS[1])
+    conversation = llm.read_chat([{"role": "user", "content": [cache, TEXTS[1]]}])
+    assert conversation == llm.read_chat([ChatMessage("user", typed)])
+    assert llm.read_completion([cache, TEXTS[1]]) == llm.read_completion(typed)
+    assert llm.read_completion(TEXTS[1]) == llm.read_completion((TEXTS[1],))
+
+
 def test_choices_that_are_submitted_are_cancelled_together(make_llm):
     llm = make_llm()
     ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -286,9 +297,7 @@ def test_choices_that_are_submitted_are_cancelled_together(make_llm):
         if isinstance(event, Finished):
             ended.put((index, event.reason))
 
-    read = llm.read_completion(("a",))
-    asked = PreparedRequest({"prompt": read}, SamplingParams(ignore_eos=True), "default")
-    handle = llm.submit_prepared(asked, sink, n=3)
+    handle = llm.submit(llm.read_completion("a"), SamplingParams(ignore_eos=True), sink, n=3)
     handle.cancel()
     assert sorted(ended.get(timeout=PATIENCE) for _ in range(3)) == [
         (index, "cancelled") for index in range(3)

@@ -3,7 +3,7 @@ it, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -15,16 +15,10 @@ from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
-from kvlinker.base.types.messages import (
-    CachedPart,
-    ChatMessage,
-    CompletionPrompt,
-    Implicit,
-    TemplateOptions,
-)
+from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingFields, SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
-from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.contract.contract import GenerationRequest, RequestHandle
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.linking import Explanation, Policy
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
@@ -38,9 +32,6 @@ from kvlinker.service.content import (
     Documents,
     Message,
     Messages,
-    parse_documents,
-    parse_messages,
-    parse_prompt,
     parse_tools,
     refuse_tools_in_text,
 )
@@ -126,7 +117,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         logprobs: int | None = None,
     ) -> Future[PromptLogprobs]:
         """Begin what ``score`` returns."""
-        read = self.read_completion(parse_prompt(prompt), policy=policy, tenant=tenant)
+        read = self.read_completion(prompt, policy=policy, tenant=tenant)
         request = GenerationRequest(
             read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant
         )
@@ -181,8 +172,8 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
             read = self.read_chat(
-                parse_messages(messages),
-                documents=parse_documents(documents),
+                messages,
+                documents=documents,
                 options=options,
                 policy=policy,
                 implicit=implicit,
@@ -190,7 +181,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
             )
         else:
             read = self.read_completion(
-                parse_prompt(prompt or ""), policy=policy, implicit=implicit, tenant=tenant
+                prompt or "", policy=policy, implicit=implicit, tenant=tenant
             )
         request = GenerationRequest(
             read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention
@@ -212,7 +203,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     ) -> Prompt:
         """Build the prompt of a conversation; a prompt stays as it is. Raises the errors of
         ``read_chat``."""
-        return self.read_chat(_parsed(messages), options=options, tenant=tenant).prompt
+        return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     @overload
     def chat_completion(
@@ -267,8 +258,8 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         )
         tenant = options.get("tenant", DEFAULT_TENANT)
         read = self.read_chat(
-            _parsed(messages),
-            documents=parse_documents(options.get("documents", ())),
+            messages,
+            documents=options.get("documents", ()),
             options=TemplateOptions(tools=tools.tools),
             policy=options.get("policy"),
             implicit=options.get("implicit"),
@@ -330,13 +321,24 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         tenant: str,
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``completion``, and the builder of its answer."""
-        read = self.read_completion(
-            parse_prompt(prompt), policy=policy, implicit=implicit, tenant=tenant
-        )
+        read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
         asked = PreparedRequest({"prompt": read}, self.sampling_params(**sampling), tenant)
         return asked, AnswerBuilder(
             complete=lambda answer: replace(answer, context_caches=read.linked)
         )
+
+    def submit(
+        self,
+        read: ReadPrompt,
+        sampling: SamplingParams,
+        sink: ChoiceSink,
+        *,
+        n: int = 1,
+        tenant: str = DEFAULT_TENANT,
+    ) -> RequestHandle:
+        """Queue ``n`` choices for one prompt, the result of ``read_chat`` or ``read_completion``;
+        see ``submit_prepared``."""
+        return self.submit_prepared(PreparedRequest({"prompt": read}, sampling, tenant), sink, n=n)
 
     def __repr__(self) -> str:
         facts = [repr(self.model_name), f"engine={self.settings.engine!r}"]
@@ -352,8 +354,3 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _parsed(messages: Messages | Prompt) -> Sequence[ChatMessage[CachedPart]] | Prompt:
-    """Parse a conversation; a prompt stays as it is."""
-    return messages if isinstance(messages, Prompt) else parse_messages(messages)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlinker.base.errors import ContextLengthError, InvalidRequestError
-from kvlinker.base.types.messages import CachedPart, ChatMessage
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.quality.bench.harness.benchmark import ChunkTokens, Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
@@ -235,7 +234,7 @@ def _second_sight(
 def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     from kvlinker.quality.evaluation.examiner import QuestionTrial
 
-    messages = [ChatMessage[CachedPart]("user", (joined.text,))]
+    messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
     split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
     trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))

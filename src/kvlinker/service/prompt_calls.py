@@ -11,14 +11,7 @@ from typing import Any, NamedTuple, get_args
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import salt_of
-from kvlinker.base.types.messages import (
-    CachedPart,
-    ChatMessage,
-    CompletionPrompt,
-    Document,
-    Implicit,
-    TemplateOptions,
-)
+from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.tools import Tool
@@ -29,7 +22,16 @@ from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.request_tools import RequestTools, ToolChoice
 from kvlinker.prompting.segments import Prompt
-from kvlinker.service.content import Order, parse_implicit
+from kvlinker.service.content import (
+    CompletionContent,
+    Documents,
+    Messages,
+    Order,
+    parse_documents,
+    parse_implicit,
+    parse_messages,
+    parse_prompt,
+)
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.reading import ReadOptions, ReadPrompt
 from kvlinker.service.startup import Parts
@@ -69,9 +71,9 @@ class PromptCalls(Parts):
 
     def read_chat(
         self,
-        messages: Sequence[ChatMessage[CachedPart]] | Prompt,
+        messages: Messages | Prompt,
         *,
-        documents: Sequence[Document[CachedPart]] = (),
+        documents: Documents = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
@@ -93,11 +95,11 @@ class PromptCalls(Parts):
         if isinstance(messages, Prompt):
             policy = how.policy or self.policy_manager.default_policy(tenant)
             return ReadPrompt(messages, policy, {}, how.salt)
-        return self._reader.chat(messages, how, documents, options)
+        return self._reader.chat(parse_messages(messages), how, parse_documents(documents), options)
 
     def read_completion(
         self,
-        prompt: CompletionPrompt[CachedPart],
+        prompt: CompletionContent | CompletionPrompt[CachedPart],
         *,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
@@ -111,7 +113,7 @@ class PromptCalls(Parts):
         tokenizer adds, and choose its policy. Raises the errors of ``read_chat``."""
         how = self._read_options(policy, implicit, keeps, tenant, salt, order)
         how = replace(how, special_tokens=special_tokens)
-        return self._reader.completion(prompt, how)
+        return self._reader.completion(parse_prompt(prompt), how)
 
     def request_tools(
         self,

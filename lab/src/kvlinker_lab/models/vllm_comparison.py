@@ -31,7 +31,6 @@ from kvlinker.linking.evidence import Evidence
 from kvlinker.llm import LLM, ContentPart
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
-from kvlinker.service.content import parse_prompt
 from kvlinker.settings import load_settings
 from kvlinker_lab.models.small_models import SMALL, small_model
 from kvlinker_lab.models.verdicts import Verdict, failure
@@ -197,7 +196,7 @@ def _embedded(model: Any, tokenizer: Any, state: Path) -> _Answers:
     with LLM.from_model(prepare_model(model, tokenizer), settings) as llm:
         ids = llm.generate_context_cache(list(TEXTS), ttl=3600)
         content: list[ContentPart] = [ids[1], "Read: ", ids[0], ids[2], QUESTION]
-        prompt = llm.read_completion(parse_prompt(content), policy="naive").prompt
+        prompt = llm.read_completion(content, policy="naive").prompt
         answers = {
             policy: llm.completion(
                 content,
