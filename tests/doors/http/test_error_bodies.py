@@ -8,6 +8,7 @@ import json
 import logging
 import pkgutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.types import Scope
@@ -19,7 +20,11 @@ from kvlinker.base.errors import (
     KVLinkerError,
     OverloadedError,
 )
+from kvlinker.doors.http.answers.answering import UsageBody
+from kvlinker.doors.http.answers.dialects import DialectAnswer
 from kvlinker.doors.http.edge.errors import error_body, error_response
+from kvlinker.doors.http.messages.answers import MessageAnswer
+from kvlinker.doors.http.responses.answers import ResponseAnswer
 from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
@@ -121,6 +126,27 @@ def test_a_stream_that_fails_says_nothing_of_the_inside(
     message = json.loads(error.removeprefix("data: "))["error"]["message"]
     assert message == f"The server failed while answering. Its log says why, under {request_id}."
     assert f"Request {request_id} failed: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "path", "asked"),
+    [
+        (MessageAnswer, "/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+        (ResponseAnswer, "/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+    ],
+)
+def test_an_answer_that_cannot_be_told_is_not_the_callers_mistake(
+    faked: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answer: type[DialectAnswer],
+    path: str,
+    asked: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(answer, "body", lambda _: UsageBody.model_validate({}))
+    refused = faked.post(path, asked)
+    assert refused.status_code == 500
+    assert f"Request {refused.headers['x-request-id']} (POST {path}) failed" in caplog.text
 
 
 def test_a_store_that_fails_names_no_paths(

@@ -45,13 +45,17 @@ class Translation:
     """True if ``max_tokens``, which the caller has to give, is cut to the room in the window."""
 
     def request(self) -> ChatCompletionRequest:
-        """Return the chat request. Raises the errors of its validation."""
+        """Return the chat request. Raises InvalidRequestError, which names the caller's field."""
         given = {name: value for name, value in self.values.items() if value is not None}
         given["messages"] = [
             {**message, "content": None if message["content"] == [] else message["content"]}
             for message in given["messages"]
         ]
-        return ChatCompletionRequest.model_validate(given)
+        try:
+            with self.renaming():
+                return ChatCompletionRequest.model_validate(given)
+        except ValidationError as error:
+            raise as_invalid_request(error, self._renamed) from error
 
     def add_message(self, role: str, **fields: Any) -> dict[str, Any]:
         """Add a message with an empty content, and return it."""
@@ -118,8 +122,6 @@ class Translation:
         """Have errors name the caller's fields."""
         try:
             yield
-        except ValidationError as error:
-            raise as_invalid_request(error, self._renamed) from error
         except KVLinkerError as error:
             error.param = self._renamed(error.param)
             raise
@@ -218,8 +220,8 @@ async def respond_in_dialect(
     tenant: str,
 ) -> Response:
     """Answer a conversation, whole or as a stream."""
+    chat = await served.encoding.run(request, translation.request)
     with translation.renaming():
-        chat = await served.encoding.run(request, translation.request)
         if chat.linking.explain:
             raise InvalidRequestError(
                 "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain"

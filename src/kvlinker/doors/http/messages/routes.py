@@ -62,8 +62,8 @@ async def count_tokens(
     """Count the tokens of a conversation's prompt. Nothing is cached."""
     llm = served.llm
     translation = body.translated()
+    chat = await served.encoding.run(request, translation.request)
     with translation.renaming():
-        chat = await served.encoding.run(request, translation.request)
         served.check_model(chat.model)
         tools = chat.request_tools(llm).tools
         read = await served.encoding.run(
