@@ -3,6 +3,7 @@
 import json
 import queue
 import time
+from importlib.metadata import PackageNotFoundError
 from io import StringIO
 
 import numpy as np
@@ -277,6 +278,14 @@ def test_what_the_server_asks_is_told(make_llm):
     assert [policy["name"] for policy in llm.policies()] == list(known_policies())
     llm.close()
     assert not llm.healthy
+
+
+def test_the_library_needs_no_metadata_of_its_package(make_llm, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("kvlinker.service.model_calls.version", missing)
+    assert make_llm().completion("The cat", max_tokens=2).token_ids
 
 
 def test_prompts_are_read_as_callers_write_them(make_llm):

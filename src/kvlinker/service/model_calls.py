@@ -4,6 +4,8 @@ encoding and decoding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from importlib.metadata import version
 from typing import Any, cast
 
 import numpy as np
@@ -24,10 +26,19 @@ from kvlinker.store import TierUsage
 PREFILL_TOKENS = 1024
 """The length of the prompt whose rate ``LLM.prefill_rate`` returns."""
 
+FINGERPRINT_CHARACTERS = 12
+"""The characters of the model's fingerprint that answers have."""
+
 
 @names_arguments
 class ModelCalls(Parts):
     """The calls of ``LLM`` that start no request."""
+
+    @cached_property
+    def system_fingerprint(self) -> str:
+        """A name for the source of the server's answers: kvlinker's version, and the beginning of
+        the model's fingerprint."""
+        return f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
 
     @property
     def max_model_len(self) -> int:

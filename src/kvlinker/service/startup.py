@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,9 +37,6 @@ from kvlinker.service.workflows import Workflows
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
 from kvlinker.store.speeds import FILE_NAME
-
-FINGERPRINT_CHARACTERS = 12
-"""The characters of the model's fingerprint that answers have."""
 
 logger = logging.getLogger(__name__)
 
@@ -221,12 +217,6 @@ class Parts:
             self.catalog, self.store, self.events, settings, self.speeds
         )
         started.callback(self.engine.close)
-        self.system_fingerprint = (
-            f"kvlinker-{version('kvlinker')}-{self.engine.fingerprint[:FINGERPRINT_CHARACTERS]}"
-        )
-        """A name for the source of answers: kvlinker's version, and the beginning of the model's
-        fingerprint."""
-
         self.builder = PromptBuilder(
             self.tokenizer,
             context=settings.generation_context,
