@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -216,9 +217,21 @@ def test_samples_wait_for_a_catalog_that_does_not_answer(
         assert sum(each.samples for each in server.findings.figures.by_policy().values()) == 3
 
 
+def state_of(**detector: object) -> str:
+    """A state as it is written, with a drift detector of these fields."""
+    figures = {"tallies": [], "detectors": {"query-1": detector}, "drifts": {}}
+    return json.dumps({"version": 1, "findings": {"figures": figures, "controller": None}})
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
-    [("{", "cannot be read"), ("[]", "cannot be read"), ('{"version": 2}', "another version's")],
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"version": 2}', "another version's"),
+        (state_of(alarms=0, seen=150, successes=150, bound=0.96), "cannot be read"),
+        (state_of(alarms=0, seen=150, successes=150, bound=None, logs=[]), "cannot be read"),
+    ],
 )
 def test_what_cannot_be_used_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, told: str

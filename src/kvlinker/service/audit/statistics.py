@@ -174,6 +174,12 @@ class DriftDetector:
 
     logs: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a state that no answers lead to."""
+        learnt = self.seen >= BASELINE_SAMPLES
+        if (self.bound is not None) != learnt or len(self.logs) != learnt * len(_HIGHER):
+            raise ValueError("A drift detector's state is damaged.")
+
     def note(self, success: bool) -> bool:
         """Take another answer into account; return whether it raises an alarm."""
         self.seen += 1
