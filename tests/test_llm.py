@@ -2,9 +2,11 @@
 
 import json
 import queue
+import re
 import time
 from importlib.metadata import PackageNotFoundError
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +63,15 @@ def make_llm(tmp_path, monkeypatch):
     yield make
     for llm in made:
         llm.close()
+
+
+def test_there_are_the_calls_that_the_page_names():
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    (table,) = re.findall(r"## Python\n.*?\n(\| call \|.*?)\n\n", page, re.DOTALL)
+    named = {
+        name for row in table.splitlines() for name in re.findall(r"(\w+)\(", row.split(" | ")[0])
+    }
+    assert {"chat_completion", "submit", "read_chat"} <= named <= set(dir(LLM))
 
 
 def ask(llm, caches, **options):
