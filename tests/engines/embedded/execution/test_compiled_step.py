@@ -151,25 +151,34 @@ def test_weights_that_onednn_packs_are_recorded(monkeypatch):
 
 
 @pytest.mark.skipif(not packs(torch.bfloat16, torch.device("cpu")), reason="oneDNN packs no bf16")
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2"])
-def test_with_amx_native_steps_call_onednn_and_the_modules_pytorchs_attention(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "weights"), [("llama", "auto"), ("phi3", "auto"), ("qwen3", "int4")]
+)
+def test_with_amx_native_steps_call_onednn_and_the_modules_pytorchs_attention(
+    family, weights, monkeypatch
+):
     monkeypatch.setattr(BlockedMatrix, "takes", lambda weight, native: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer(), weights=weights)
     assert isinstance(loaded.program, Program), loaded.program
     kinds = {each.weights.form for each in loaded.program.operations if isinstance(each, Product)}
     assert kinds <= {"plain"}  # such as small ones
     assert any(isinstance(each, ModuleCall) for each in loaded.program.operations)
     runner = runner_of(loaded)
     assert isinstance(runner.kernel, TorchAttention)
-    assert runner._compiled is not None
-    assert runner._compiled.takes(prompt_batch(40, 7))
+    taken = []
+    compute = runner._compiled.compute
+    monkeypatch.setattr(
+        runner._compiled, "compute", lambda batch: taken.append(compute(batch)) or taken[-1]
+    )
     compiled, modules = (
         each.step(prompt_batch(40, 7)).logits
         for each in (runner, runner_of(loaded, compiled=False))
     )
+    assert len(taken) == 1
+    assert taken[0] is not None
     for ours, expected in zip(compiled.values(), modules.values(), strict=True):
-        assert (ours - expected).norm() <= 5e-3 * expected.norm()
+        assert (ours - expected).norm() <= 2e-2 * expected.norm()
 
 
 def test_logits_are_near_the_models_own_in_fp32(llama):

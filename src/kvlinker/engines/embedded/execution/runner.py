@@ -70,6 +70,10 @@ class Runner:
             device=self.device,
             use_native=native_attention,
         )
+        self._chosen = self.kernel
+        """The kernel at first. Whoever puts another in its place listens to it, and steps are the
+        modules' then."""
+
         self._compiled: CompiledStep | None = None
         self.graphed: GraphedSteps | None = None
         if isinstance(program, Capturable):
@@ -117,8 +121,9 @@ class Runner:
         If all owners would leave, ``wait`` is called first.
         """
         quick = self._compiled or self.graphed
-        if quick is not None and quick.kernel is self.kernel and self.profile is None:
-            computed = quick.compute(batch)  # nobody listens to the kernel
+        listened = self.kernel is not self._chosen or self.profile is not None
+        if quick is not None and not listened:
+            computed = quick.compute(batch)
             if computed is not None:
                 return computed
         forward = ForwardPass(
