@@ -4,6 +4,7 @@ not looked at."""
 from itertools import pairwise
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
@@ -78,8 +79,12 @@ def test_products_are_held_against_the_processors_peaks():
 
 
 @pytest.mark.skipif(native_attention() is None, reason="no native attention")
-@pytest.mark.parametrize("family", ["llama", "qwen3_5-states", "minicpm3-latents"])
-def test_steps_in_native_code_are_held_against_the_modules(family):
+@pytest.mark.parametrize(
+    ("family", "amx"),
+    [("llama", False), ("llama", True), ("qwen3_5-states", False), ("minicpm3-latents", False)],
+)
+def test_steps_in_native_code_are_held_against_the_modules(family, amx, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
     measured = MeasuredModel(family, "kvlinker-lab …", loaded, {})
     rows = run_steps(measured, [1, 3], context_tokens=20, steps=2).rows

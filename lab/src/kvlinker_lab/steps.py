@@ -15,7 +15,7 @@ import typer
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import in_own_thread
-from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.kernels import step_kernel
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
 from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
@@ -66,8 +66,8 @@ def run_steps(
     slots = max(batches) * (context_tokens + 1)
     pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
     modules = Runner(loaded.model, loaded.anatomy, pool)
-    kernel = modules.kernel
-    assert isinstance(kernel, NativeAttention), kernel
+    kernel = step_kernel(loaded.layers, dtype=loaded.dtype, device=loaded.device)
+    assert kernel is not None, "its steps were found to be computed by native code"
     ahead = LayersAhead(None, len(pool.keys))
     compiled, without = (
         CompiledStep(program, loaded.anatomy, pool, kernel, ahead, compute=compute)
