@@ -224,6 +224,14 @@ def request_for(prompt, policy, tenant="default"):
     return GenerationRequest(prompt, as_policy(policy), SamplingParams(max_tokens=1), tenant)
 
 
+@pytest.fixture(scope="module")
+def without_amx():
+    """The CPU passes for one without AMX, where native code does all that it can."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
+
+
 @pytest.fixture
 def native_anew():
     """Forget before and after the test what native code was loaded and checked, or found

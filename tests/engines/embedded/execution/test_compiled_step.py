@@ -40,7 +40,10 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
 from tests.toy_models import tiny_model
 
-pytestmark = pytest.mark.skipif(native_attention() is None, reason="no native attention")
+pytestmark = [
+    pytest.mark.skipif(native_attention() is None, reason="no native attention"),
+    pytest.mark.usefixtures("without_amx"),
+]
 
 FUNCTIONS = {
     Kind.COPY: lambda x: x.clone(),

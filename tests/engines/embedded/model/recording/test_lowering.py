@@ -16,7 +16,10 @@ from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.toy_models import HYBRIDS, tiny_model
 
-pytestmark = pytest.mark.skipif(native_attention() is None, reason="no native attention")
+pytestmark = [
+    pytest.mark.skipif(native_attention() is None, reason="no native attention"),
+    pytest.mark.usefixtures("without_amx"),
+]
 
 SAME = 8e-3
 """The relative error of sums in another order, rounded to bf16 here and there: up to 5e-3 was
