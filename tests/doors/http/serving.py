@@ -6,8 +6,10 @@ without either.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from kvlinker.settings import Settings, load_settings
 from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI
 
     from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -156,7 +159,18 @@ def listening(
     finally:
         server.should_exit = True
         thread.join(timeout=PATIENCE)
-        assert not thread.is_alive(), "the server does not stop"
+        assert not thread.is_alive(), f"the server does not stop:\n{_under_way(server)}"
+
+
+def _under_way(server: uvicorn.Server) -> str:
+    """What holds a server up: its requests, and where each thread is."""
+    frames = sys._current_frames()
+    stacks = (
+        f"{each.name}:\n{''.join(traceback.format_stack(frames[each.ident]))}"
+        for each in threading.enumerate()
+        if each.ident in frames
+    )
+    return "\n".join([*map(repr, list(server.server_state.tasks)), *stacks])
 
 
 def _wait_until_up(url: str) -> None:
