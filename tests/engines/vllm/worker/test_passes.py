@@ -1,14 +1,22 @@
 """In vLLM's workers, chunks are placed beside the computation, which waits for each layer: on a
 device that a CPU passes for."""
 
+from concurrent.futures import Future
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
+from kvlinker.engines.vllm.protocol.steps import StartedTransfer, TransferSlice
+from kvlinker.engines.vllm.protocol.transfer_plan import TransferPlan, plan_capture
 from kvlinker.engines.vllm.worker import fused_placing, passes
 from kvlinker.engines.vllm.worker.layers import layer_launches
-from kvlinker.engines.vllm.worker.passes import LanePlacing
+from kvlinker.engines.vllm.worker.observing import QuestionObservation
+from kvlinker.engines.vllm.worker.passes import LanePlacing, Passes, TransferTask
+from kvlinker.engines.vllm.worker.recording import ChunkCapture
 from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.vllm.linked_vllm import LinkedVLLM, difference
 from tests.engines.vllm.worker.test_fused_placing import heads_last, placed, some_parts, worker
@@ -99,3 +107,31 @@ def test_each_layer_waits_for_its_own_parts_alone():
         "wait 3",
     ]
     assert torch.equal(layers[3].module.kv_cache, expected[3])
+
+
+def test_a_request_that_is_observed_shares_no_pass_with_captures(monkeypatch):
+    """Its chunks may be placed within the one pass that it takes, which captures must not cut."""
+    bound, layers = worker(heads_last)
+    forwarded = []
+    bound.forward = lambda sequences, **_: forwarded.append(sequences.lengths)
+    bound.slots = lambda group, block_ids, positions: positions
+    monkeypatch.setattr(passes, "fused_placing", lambda *_, **__: None)
+    monkeypatch.setattr(passes, "recording", lambda *_, **__: nullcontext())
+    made = Passes(bound, layers, tokens=64, runs=8, native=False)
+    slices = []
+    for plan, recorder in (
+        (plan_capture("0" * 64, begin=0, end=40), ChunkCapture),
+        (
+            TransferPlan(linked=48, runs=((0, 16), (16, 48)), measure="attention"),
+            QuestionObservation,
+        ),
+    ):
+        started = StartedTransfer(
+            plan.measure or "capture", plan, np.zeros(48, np.int64), ((1, 2, 3),), 0, waits=True
+        )
+        task = TransferTask(started, Future(), started.tokens, recorder.__new__(recorder))
+        if recorder is QuestionObservation:
+            task.recorder.unplaced = ()
+        slices.append((task, TransferSlice(started.request_id, (), plan.runs, is_last=True)))
+    made.compute(slices)
+    assert forwarded == [[40], [16, 48]]

@@ -249,9 +249,12 @@ class Passes:
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
         for group in self._grouped(run for run in runs if run.task.recorder is None):
             self._forward(group)
-        recorded = [run for run in runs if run.task.recorder is not None]
-        for compares, until in ((False, None), (True, COMPARED_LAYER)):
-            for group in self._grouped(run for run in recorded if _compares(run.task) is compares):
+        for kind, until in (
+            (ChunkCapture, None),
+            (QuestionObservation, None),  # by themselves: ``place`` counts on a single pass
+            (KVComparison, COMPARED_LAYER),
+        ):
+            for group in self._grouped(run for run in runs if isinstance(run.task.recorder, kind)):
                 rows = list(map(self._rows, group))
                 with recording(self._bound, self._layers, rows, until=until):
                     self._forward(group, eager=True)
