@@ -227,8 +227,8 @@ def test_what_a_first_pass_placed_is_no_answers_when_the_second_fails(
 def forget(linked):
     """All that workers have in memory."""
     chunks = worker_of(linked)._chunks
-    chunks._memory.close()
-    chunks._changed = True
+    for key in list(chunks._memory):
+        chunks._forget(key)
 
 
 def worker_of(linked):
@@ -268,7 +268,7 @@ def test_a_request_that_cannot_even_be_begun_is_computed(linked, prompt, monkeyp
 
 def test_chunks_that_do_not_fit_into_memory_are_linked_from_the_disk(linked, prompt, monkeypatch):
     forget(linked)
-    monkeypatch.setattr(worker_of(linked)._chunks._memory._index, "budget_bytes", 1)
+    monkeypatch.setattr(worker_of(linked)._chunks._index, "budget_bytes", 1)
     for _ in range(2):
         output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
         assert difference(output, prompt, "legolink-4", "llama") < TOLERANCE

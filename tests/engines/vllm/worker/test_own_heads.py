@@ -86,7 +86,7 @@ def test_workers_keep_their_heads(tmp_path, monkeypatch, total, ranks, expected,
             assert [kv.layers[1].key[head, 0, 0].item() for head in range(len(heads))] == heads
             assert kv.layers[0].value.shape == (len(heads), TOKENS, DIM)
             assert kv.nbytes == whole.nbytes * len(heads) // total
-            assert chunks._memory.used_bytes == kv.nbytes
+            assert chunks._index.used_bytes == kv.nbytes
             if len(heads) < total and not pins:
                 assert all(
                     layer.key.untyped_storage().nbytes() == layer.key.nbytes for layer in kv.layers

@@ -4,17 +4,18 @@ memory."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from kvlinker.base.events import Events
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.chunk_kv import changed
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.memory.pinned import pinned
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
-from kvlinker.store.tiers.host import HostTier
 
 _NO_LIMIT = 1 << 62
 
@@ -44,9 +45,11 @@ class WorkerChunks:
             directory, _NO_LIMIT, Events(), sealing=sealing, codec=codec, yields=False
         )
         self._folder = ChunkFolder(directory)
-        self._memory = HostTier(memory_bytes, Events())
-        self._told: frozenset[str] = frozenset()
-        self._changed = False  # true if more or less may be in memory than was told
+        self._index = EvictionIndex(memory_bytes)
+        self._memory: dict[str, ChunkKV] = {}
+        self._came: set[str] = set()  # since they were taken, and not evicted again
+        self._evicted: set[str] = set()  # the same the other way round
+        self._lock = threading.Lock()
 
     def keep_only(self, own: Callable[[ChunkKV], ChunkKV]) -> None:
         """Keep, and return, only the result of ``own`` for a chunk: this worker's part of it.
@@ -63,12 +66,13 @@ class WorkerChunks:
     def resident(self, key: str) -> ChunkKV | None:
         """Return this worker's part of the chunk's KV if it is in memory, and the chunk still in
         the folder."""
-        kv = self._memory.get(key)
-        if kv is not None and not self.contains(key):
-            self._memory.delete(key)
-            self._changed = True
+        with self._lock:
+            if not self._index.touch(key):
+                return None
+            if self.contains(key):
+                return self._memory[key]
+            self._forget(key)
             return None
-        return kv
 
     def get(self, key: str) -> ChunkKV | None:
         """Return this worker's part of the chunk's KV, verified, and keep it in memory if there is
@@ -89,22 +93,41 @@ class WorkerChunks:
         return stored
 
     def take_changes(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the chunks that came to memory since the last call, and those that left it. One
-        thread may call it."""
-        if not self._changed:
-            return frozenset(), frozenset()
-        self._changed = False
-        before, self._told = self._told, frozenset(self._memory.keys())
-        return self._told - before, before - self._told
+        """Return the chunks that came to memory since the last call, and those that left it."""
+        with self._lock:
+            came, evicted = frozenset(self._came), frozenset(self._evicted)
+            self._came.clear()
+            self._evicted.clear()
+            return came, evicted
 
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
-        """Keep this worker's part of the KV, without the memory of the whole, if there is room, and
-        return it."""
+        """Keep this worker's part of the KV in memory if there is room, and return it."""
+        kv = self._own_copy(kv)
+        with self._lock:
+            if key in self._index or not self._index.fits(kv.nbytes):
+                return kv
+            for old, _ in self._index.make_room(kv.nbytes):
+                self._left(old)
+            self._index.add(key, kv.nbytes)
+            self._memory[key] = kv
+            self._came.add(key)
+            self._evicted.discard(key)
+        return kv
+
+    def _own_copy(self, kv: ChunkKV) -> ChunkKV:
+        """Return this worker's part, without the memory of the whole."""
         own = self._own(kv)
         if self._pins:
-            own = pinned(own)
-        elif own.nbytes < kv.nbytes:
-            own = changed(own, lambda _, layer: LayerKV(layer.key.clone(), layer.value.clone()))
-        self._memory.put(key, own)
-        self._changed = True
-        return own
+            return pinned(own)
+        if own.nbytes == kv.nbytes:
+            return own
+        return changed(own, lambda _, layer: LayerKV(layer.key.clone(), layer.value.clone()))
+
+    def _forget(self, key: str) -> None:
+        self._index.remove(key)
+        self._left(key)
+
+    def _left(self, key: str) -> None:
+        del self._memory[key]
+        self._came.discard(key)
+        self._evicted.add(key)

@@ -1,0 +1,34 @@
+"""Workers tell which chunks came to their memory and left it, at no cost of all that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
+from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.format.encryption import Sealing
+from tests.store.store_chunks import chunk_kv, key_of
+
+KVS = [chunk_kv(number, tokens=50) for number in range(4)]
+KEYS = [key_of(number) for number in range(4)]
+
+
+def test_what_came_and_left_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(index: EvictionIndex) -> tuple[str, ...]:
+        raise AssertionError("a step must not look at all chunks in memory")
+
+    monkeypatch.setattr(EvictionIndex, "keys", listed)
+    chunks = WorkerChunks(tmp_path, memory_bytes=2 * KVS[0].nbytes, sealing=Sealing(None))
+    for key, kv in zip(KEYS[:2], KVS, strict=False):
+        assert chunks.put(key, kv)
+    assert chunks.take_changes() == ({*KEYS[:2]}, set())
+    assert chunks.take_changes() == (set(), set())
+    assert chunks.resident(KEYS[0]) is not None
+    assert chunks.put(KEYS[2], KVS[2])
+    assert chunks.take_changes() == ({KEYS[2]}, {KEYS[1]})
+    chunks._folder.path(KEYS[0]).unlink()
+    assert chunks.resident(KEYS[0]) is None
+    assert chunks.get(KEYS[1]) is not None
+    assert chunks.take_changes() == ({KEYS[1]}, {KEYS[0]})
