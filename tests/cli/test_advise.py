@@ -20,6 +20,8 @@ from kvlinker.quality.advice import probing
 from kvlinker.quality.bench.harness import shapes
 from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, Tier
+from kvlinker.store.tiers import configured
+from kvlinker.store.tiers.disk import ConfiguredDisk
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]
 
@@ -126,6 +128,30 @@ def test_a_tier_that_cannot_be_measured_is_told_and_the_others_are(folder: Path)
     assert "tier host was not measured: its budget" in result.stderr
     assert "object" in result.output
     assert "hunter2" not in result.output + result.stderr
+
+
+class ConfiguredArchive(ConfiguredDisk):
+    """A tier of another package, with room for samples on the disk."""
+
+    name = "archive"
+    rank = 25
+    settings = ()
+
+
+def test_tiers_of_other_packages_are_measured_at_their_price(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(configured._registry._values, "archive", ConfiguredArchive)
+    monkeypatch.setenv("KVLINKER_TIERS", '{"archive": {}}')
+    result = advise(folder)
+    assert result.exit_code == 0, result.output
+    assert (
+        "archive was not measured: its price is not known: give --price archive=" in result.stderr
+    )
+    result = advise(folder, "--price", "archive=0.01", "--json", str(folder / "r.json"))
+    assert result.exit_code == 0, result.output
+    rows = json.loads((folder / "r.json").read_text())["results"]
+    assert [row["price_gb_month"] for row in rows if row["tier"] == "archive"] == [0.01]
 
 
 def test_without_any_tier_it_fails(folder: Path) -> None:

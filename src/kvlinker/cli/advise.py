@@ -89,7 +89,7 @@ def advise(
 
     with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)
-        prices = parse_prices(price or [])
+        prices = parse_prices(price or [], settings.tiers)
         name = parse_policy(policy).name
         subject = Setup(settings, shape, command_line()).subject(policy=name)
         length = context_tokens or min(DEFAULT_CONTEXT_TOKENS, subject.loaded.context_window - 1)

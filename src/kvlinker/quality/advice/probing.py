@@ -110,7 +110,13 @@ def advise(
             " with the answer. Give fewer.",
             param="context_tokens",
         )
-    measurable = measurable_tiers(settings)
+    found = measurable_tiers(settings)
+    measurable = [(tier, room) for tier, room in found if tier.name in prices]
+    unpriced = {
+        tier.name: f"its price is not known: give --price {tier.name}=NUMBER"
+        for tier, _ in found
+        if tier.name not in prices
+    }
     with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0) as llm:
         prefill_seconds = measure_prefill(llm.engine, loaded.vocabulary, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
@@ -134,7 +140,7 @@ def advise(
         )
         for tier, found in deliveries.items()
     ]
-    return TierAdvice(prefill_seconds, percent, tiers, failed)
+    return TierAdvice(prefill_seconds, percent, tiers, failed | unpriced)
 
 
 def measurable_tiers(settings: Settings) -> list[tuple[ConfiguredTier, int]]:

@@ -4,7 +4,7 @@ around)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvlinker.base.errors import InvalidRequestError
@@ -16,15 +16,16 @@ EXAMPLE_PRICES = {"host": 3.0, "disk": 0.08, "redis": 5.0, "object": 0.023}
 _GB = 1e9
 
 
-def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Return ``EXAMPLE_PRICES`` with what ``TIER=NUMBER`` texts say otherwise. Raises
-    InvalidRequestError."""
+def parse_prices(texts: Sequence[str], others: Iterable[str] = ()) -> dict[str, float]:
+    """Return ``EXAMPLE_PRICES`` with what ``TIER=NUMBER`` texts say otherwise, of ``others``, too.
+    Raises InvalidRequestError."""
     prices = dict(EXAMPLE_PRICES)
+    known = list(dict.fromkeys((*prices, *others)))
     for text in texts:
         tier, _, number = text.partition("=")
-        if tier not in prices:
+        if tier not in known:
             raise InvalidRequestError(
-                f"Unknown tier {tier!r} in --price {text}: known are {', '.join(prices)}, as in"
+                f"Unknown tier {tier!r} in --price {text}: known are {', '.join(known)}, as in"
                 " --price disk=0.1.",
                 param="price",
             )
