@@ -135,7 +135,7 @@ class ConfiguredArchive(ConfiguredDisk):
 
     name = "archive"
     rank = 25
-    settings = ()
+    settings = ()  # type: ignore[assignment]
 
 
 def test_tiers_of_other_packages_are_measured_at_their_price(

@@ -171,9 +171,12 @@ def test_with_amx_native_steps_call_onednn_and_the_modules_pytorchs_attention(
     assert isinstance(runner.kernel, TorchAttention)
     taken = []
     compute = runner._compiled.compute
-    monkeypatch.setattr(
-        runner._compiled, "compute", lambda batch: taken.append(compute(batch)) or taken[-1]
-    )
+
+    def spied(batch):
+        taken.append(compute(batch))
+        return taken[-1]
+
+    monkeypatch.setattr(runner._compiled, "compute", spied)
     compiled, modules = (
         each.step(prompt_batch(40, 7)).logits
         for each in (runner, runner_of(loaded, compiled=False))

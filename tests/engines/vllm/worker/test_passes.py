@@ -118,20 +118,18 @@ def test_a_request_that_is_observed_shares_no_pass_with_captures(monkeypatch):
     monkeypatch.setattr(passes, "fused_placing", lambda *_, **__: None)
     monkeypatch.setattr(passes, "recording", lambda *_, **__: nullcontext())
     made = Passes(bound, layers, tokens=64, runs=8, native=False)
+    capture = ChunkCapture.__new__(ChunkCapture)
+    observation = QuestionObservation.__new__(QuestionObservation)
+    observation.unplaced = ()
     slices = []
     for plan, recorder in (
-        (plan_capture("0" * 64, begin=0, end=40), ChunkCapture),
-        (
-            TransferPlan(linked=48, runs=((0, 16), (16, 48)), measure="attention"),
-            QuestionObservation,
-        ),
+        (plan_capture("0" * 64, begin=0, end=40), capture),
+        (TransferPlan(linked=48, runs=((0, 16), (16, 48)), measure="attention"), observation),
     ):
         started = StartedTransfer(
             plan.measure or "capture", plan, np.zeros(48, np.int64), ((1, 2, 3),), 0, waits=True
         )
-        task = TransferTask(started, Future(), started.tokens, recorder.__new__(recorder))
-        if recorder is QuestionObservation:
-            task.recorder.unplaced = ()
+        task = TransferTask(started, Future(), started.tokens, recorder)
         slices.append((task, TransferSlice(started.request_id, (), plan.runs, is_last=True)))
     made.compute(slices)
     assert forwarded == [[40], [16, 48]]
