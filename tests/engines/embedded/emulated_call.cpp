@@ -12,6 +12,7 @@ extern "C" {
 void kvlinker_attention(const void*);
 void kvlinker_write(const void*);
 void kvlinker_dots(const void*);
+void kvlinker_multiply_plain(const void*);
 void kvlinker_multiply_bf16(const void*);
 void kvlinker_multiply_int8(const void*);
 void kvlinker_multiply_int8_int8(const void*);
@@ -29,6 +30,7 @@ const struct {
     {"kvlinker_attention", kvlinker_attention},
     {"kvlinker_write", kvlinker_write},
     {"kvlinker_dots", kvlinker_dots},
+    {"kvlinker_multiply_plain", kvlinker_multiply_plain},
     {"kvlinker_multiply_bf16", kvlinker_multiply_bf16},
     {"kvlinker_multiply_int8", kvlinker_multiply_int8},
     {"kvlinker_multiply_int8_int8", kvlinker_multiply_int8_int8},
