@@ -1,5 +1,6 @@
 // A tile of few rows, as a sequence has that decodes: dims lie in the lanes of vectors, both of keys and of values, so
-// that nothing is wasted on lanes without a row.
+// that nothing is wasted on lanes without a row. Where rows are many enough to pay for it, keys are transposed first,
+// which takes the place of summing lanes for each row.
 #pragma once
 
 #include "exponents.h"
@@ -24,7 +25,8 @@ class NarrowScratch {
     const std::unique_ptr<float, Free> scores;     // [rows][KEY_BLOCK], times log2(e)
     const std::unique_ptr<Part, Free> weights;     // [rows][KEY_BLOCK]
     const std::unique_ptr<bf16, Free> rotated;     // [rows][key_dim]
-    const std::unique_ptr<Numbers, Free> queries;  // [key_dim / (2 * LANES)][rows][IN_WORDS]
+    const std::unique_ptr<Numbers, Free> queries;  // [key_dim / (2 * LANES)][rows][IN_WORDS], or lane after lane of it:
+                                                   // [key_dim / IN_NUMBER][rows], a number each
 };
 
 // A block's keys or values; the last one again behind the last. Where neighbours are is known without waiting for
@@ -71,8 +73,19 @@ class NarrowTile {
 
     void take_queries() {
         Numbers* to = scratch.queries.get();
-        for (int64_t dim = 0; dim < scratch.key_dim; dim += 2 * LANES)
-            for (int64_t row = 0; row < ROWS; ++row, to += IN_WORDS) put_pairs(to, 1, load<Words>(query(row) + dim));
+        for (int64_t dim = 0; dim < scratch.key_dim; dim += 2 * LANES, to += ROWS * IN_WORDS)
+            for (int64_t row = 0; row < ROWS; ++row) {
+                Numbers numbers[IN_WORDS];
+                put_pairs(numbers, 1, load<Words>(query(row) + dim));
+                for (int64_t j = 0; j < IN_WORDS; ++j)
+                    if (TRANSPOSES)
+                        for (int64_t lane = 0; lane < LANES; ++lane) {
+                            const int64_t at = (lane * IN_WORDS + j) * ROWS + row;
+                            to[at / LANES][at % LANES] = numbers[j][lane];
+                        }
+                    else
+                        to[row * IN_WORDS + j] = numbers[j];
+            }
     }
 
     void compute_block(const Segment& segment, const KeyBlock& block) {
@@ -104,7 +117,8 @@ class NarrowTile {
 
   private:
     static constexpr int TOGETHER = ROWS > 4 || REGISTERS == 16 ? 2 : 4;  // vectors of value dims, summed at once
-    static constexpr int KEYS = LANES / ROWS;                             // that are scored at once
+    static constexpr bool TRANSPOSES = ROWS > 4;                  // keys, so that they lie in the lanes
+    static constexpr int KEYS = TRANSPOSES ? LANES : LANES / ROWS;  // that are scored at once
 
     template <bool NEIGHBOURS>
     void compute(const Segment& segment, const KeyBlock& block) {
@@ -122,36 +136,72 @@ class NarrowTile {
     // Scores of KEYS keys of a block for all rows, -inf where hidden.
     template <bool NEIGHBOURS>
     void score(const BlockRows<NEIGHBOURS>& block_keys, const KeyBlock& block, int64_t begin) {
-        Floats sums[LANES] = {};  // of row and key: row * KEYS + key
-        for (int64_t dim = 0; dim < call.query.dim; dim += 2 * LANES) {
-            const int64_t left = call.query.dim - dim;
-            const Numbers* queries = scratch.queries.get() + dim / (2 * LANES) * ROWS * IN_WORDS;
-            if (left >= 2 * LANES)
-                add(sums, block_keys, begin, dim, 2 * LANES, queries);
+        Floats sums[TRANSPOSES ? ROWS : LANES] = {};  // of row and key: row * KEYS + key
+        const bf16* at[KEYS];
+        for (int i = 0; i < KEYS; ++i) at[i] = block_keys[begin + i];
+        const Numbers* queries = scratch.queries.get();
+        const auto add = [&](auto key_at) __attribute__((always_inline)) {
+            if constexpr (TRANSPOSES)
+                add_transposed(sums, queries, key_at);
             else
-                add(sums, block_keys, begin, dim, left, queries);
+                add_rows(sums, queries, key_at);
+        };
+        int64_t dim = 0;
+        for (; dim + 2 * LANES <= call.query.dim; dim += 2 * LANES, queries += ROWS * IN_WORDS)
+            add([&](int i) __attribute__((always_inline)) { return load<Words>(at[i] + dim); });
+        if (dim < call.query.dim) add([&](int i) { return load_some<Words>(at[i] + dim, call.query.dim - dim); });
+        float* const scores = scratch.scores.get() + begin;
+        if constexpr (TRANSPOSES) {
+            Words seen{};
+            if (block.some_hidden)
+                for (int i = 0; i < LANES; ++i) seen[i] = static_cast<int32_t>(block.seen[begin + i]);
+            each<ROWS>([&](auto row) __attribute__((always_inline)) {
+                Floats found = exponents(sums[row]);
+                if (block.some_hidden) found = (seen & 1 << row) != 0 ? found : floats(-HUGE_VALF);
+                store(scores + row * KEY_BLOCK, found);
+            });
+        } else {
+            Floats found = exponents(sums_of(sums));
+            if (block.some_hidden) found = mask_of(seen_at(block.seen + begin)) ? found : floats(-HUGE_VALF);
+            const auto* of_rows = reinterpret_cast<const float*>(&found);
+            for (int row = 0; row < ROWS; ++row)
+                std::memcpy(scores + row * KEY_BLOCK, of_rows + row * KEYS, KEYS * sizeof(float));
         }
-        Floats found = exponents(sums_of(sums));
-        if (block.some_hidden) found = mask_of(seen_at(block.seen + begin)) ? found : floats(-HUGE_VALF);
-        const auto* of_rows = reinterpret_cast<const float*>(&found);
-        for (int row = 0; row < ROWS; ++row)
-            std::memcpy(scratch.scores.get() + row * KEY_BLOCK + begin, of_rows + row * KEYS, KEYS * sizeof(float));
     }
 
-    // Adds the products of `count` dims.
-    template <bool NEIGHBOURS>
-    [[gnu::always_inline]] void add(Floats (&sums)[LANES], const BlockRows<NEIGHBOURS>& block_keys, int64_t begin,
-                                    int64_t dim, int64_t count, const Numbers* queries) {
-#pragma GCC unroll 16
-        for (int i = 0; i < KEYS; ++i) {
+    // Adds the products of some dims of the queries and of each key, which `key_at` returns: a vector for each row and
+    // key, whose lanes are to be summed.
+    template <typename KeyAt>
+    [[gnu::always_inline]] static void add_rows(Floats (&sums)[LANES], const Numbers* queries, KeyAt key_at) {
+        each<KEYS>([&](auto i) __attribute__((always_inline)) {
             Numbers key[IN_WORDS];
-            put_pairs(key, 1, load_some<Words>(block_keys[begin + i] + dim, count));
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row)
-#pragma GCC unroll 2
-                for (int j = 0; j < IN_WORDS; ++j)
-                    sums[row * KEYS + i] = add_product(sums[row * KEYS + i], key[j], queries[row * IN_WORDS + j]);
-        }
+            put_pairs(key, 1, key_at(i));
+            each<ROWS>([&](auto row) __attribute__((always_inline)) {
+                each<IN_WORDS>([&](auto j) __attribute__((always_inline)) {
+                    Floats& sum = sums[row * KEYS + i];
+                    sum = add_product(sum, key[j], queries[row * IN_WORDS + j]);
+                });
+            });
+        });
+    }
+
+    // The same where keys are transposed: a vector for each row, with a key in each lane.
+    template <typename KeyAt>
+    [[gnu::always_inline]] static void add_transposed(Floats (&sums)[ROWS], const Numbers* queries, KeyAt key_at) {
+        const auto* numbers = reinterpret_cast<const Part*>(queries);
+        Words keys[LANES];
+        each<LANES>([&](auto i) __attribute__((always_inline)) { keys[i] = key_at(i); });
+        transpose(keys);
+        each<LANES>([&](auto pair) __attribute__((always_inline)) {
+            Numbers of_keys[IN_WORDS];
+            put_pairs(of_keys, 1, keys[pair]);
+            each<IN_WORDS>([&](auto j) __attribute__((always_inline)) {
+                each<ROWS>([&](auto row) __attribute__((always_inline)) {
+                    const Part* number = numbers + ((pair * IN_WORDS + j) * ROWS + row) * IN_NUMBER;
+                    sums[row] = add_product(sums[row], of_keys[j], broadcast_number(number));
+                });
+            });
+        });
     }
 
     // Which keys each row sees, in the order of `score`.

@@ -214,7 +214,8 @@ class Rows {
                 }
                 count = std::min<int64_t>(count, bits ? __builtin_ctzll(bits) : 64);
             }
-            for (int64_t i = 0; i < count; ++i) block.keys[block.count + i] = static_cast<int32_t>(first + i);
+            for (int64_t i = 0; i < count; i += LANES)
+                store_some(block.keys + block.count + i, counted() + static_cast<int32_t>(first + i), count - i);
             block.count += count;
             first += count;
         }

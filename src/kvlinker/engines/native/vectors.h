@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -249,7 +251,7 @@ inline Words broadcast_pair(const bf16* two) { return broadcast_word(two); }
 
 // The first, or the second, half of what two vectors are that take turns: one[0], other[0], one[1], other[1], ...
 template <typename Vector>
-Vector alternated(Vector one, Vector other, bool second_half) {
+[[gnu::always_inline]] inline Vector alternated(Vector one, Vector other, bool second_half) {
     constexpr int COUNT = sizeof(Vector) / sizeof(one[0]);
     using Index = std::conditional_t<sizeof(one[0]) == 2, Halves, Words>;
     Index low{}, high{};
@@ -260,29 +262,38 @@ Vector alternated(Vector one, Vector other, bool second_half) {
     return second_half ? __builtin_shuffle(one, other, high) : __builtin_shuffle(one, other, low);
 }
 
-// Vector i has what vector j has for each j in lane i.
-inline void transpose(Words (&rows)[LANES]) {
-    Words turned[LANES];
-#pragma GCC unroll 4
-    for (int stage = 1; stage < LANES; stage *= 2) {
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; ++i) {
-            turned[2 * i] = alternated(rows[i], rows[i + LANES / 2], false);
-            turned[2 * i + 1] = alternated(rows[i], rows[i + LANES / 2], true);
-        }
-        std::copy(turned, turned + LANES, rows);
-    }
+// Calls with 0, 1, ..., COUNT - 1 in turn, each a constant: arrays that are indexed by it can be registers.
+template <typename Call, int... NUMBERS>
+[[gnu::always_inline]] inline void each(Call call, std::integer_sequence<int, NUMBERS...>) {
+    (call(std::integral_constant<int, NUMBERS>()), ...);
 }
 
-// The sum of each of so many vectors as there are lanes.
-inline Floats sums_of(Floats (&vectors)[LANES]) {
-#pragma GCC unroll 4
-    for (int left = LANES / 2; left; left /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < left; ++i)
-            vectors[i] =
-                alternated(vectors[i], vectors[i + left], false) + alternated(vectors[i], vectors[i + left], true);
-    return vectors[0];
+template <int COUNT, typename Call>
+[[gnu::always_inline]] inline void each(Call call) {
+    each(call, std::make_integer_sequence<int, COUNT>());
+}
+
+// Vector i has what vector j has for each j in lane i.
+template <int STAGE = 1>
+[[gnu::always_inline]] inline void transpose(Words (&rows)[LANES]) {
+    Words turned[LANES];
+    each<LANES / 2>([&](auto i) __attribute__((always_inline)) {
+        turned[2 * i] = alternated(rows[i], rows[i + LANES / 2], false);
+        turned[2 * i + 1] = alternated(rows[i], rows[i + LANES / 2], true);
+    });
+    each<LANES>([&](auto i) __attribute__((always_inline)) { rows[i] = turned[i]; });
+    if constexpr (2 * STAGE < LANES) transpose<2 * STAGE>(rows);
+}
+
+// The sum of each of so many vectors as there are lanes, of those that are STEP apart from FIRST on.
+template <int FIRST = 0, int STEP = 1>
+[[gnu::always_inline]] inline Floats sums_of(const Floats (&vectors)[LANES]) {
+    if constexpr (STEP == LANES) {
+        return vectors[FIRST];
+    } else {
+        const Floats one = sums_of<FIRST, 2 * STEP>(vectors), other = sums_of<FIRST + STEP, 2 * STEP>(vectors);
+        return alternated(one, other, false) + alternated(one, other, true);
+    }
 }
 
 inline int32_t sum_of(Words numbers) {
