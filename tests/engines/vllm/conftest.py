@@ -39,11 +39,19 @@ def vllm_settings_for(model: Path, state: Path, **options: object) -> Settings:
                 "model": str(model),
                 "engine": "vllm",
                 "dtype": "float32",
+                "prefix_cache": "on",  # as vLLM has it where nothing is set
                 "vllm_options": vllm_options,
             }
             | options
         ),
     )
+
+
+def embedded_settings(settings: Settings, **update: object) -> Settings:
+    """Of an embedded engine on the same model and the same state directory, which keeps no
+    prefixes."""
+    changed = {"engine": "embedded", "vllm_options": {}, "prefix_cache": "off"} | update
+    return settings.model_copy(update=changed)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.llm import LLM
 from kvlinker.prompting.segments import Prompt
 from tests.engines.embedded.conftest import linked_prompt
-from tests.engines.vllm.conftest import vllm_settings_for
+from tests.engines.vllm.conftest import embedded_settings, vllm_settings_for
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
 POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep", "query-20"]
@@ -38,7 +38,7 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = vllm_settings.vllm_options | {"tensor_parallel_size": 2, "slice_tokens": 64}
     settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
-    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}})
+    embedded = embedded_settings(settings)
     with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one:
         theirs, ours = (
             linked_prompt(97, 156, 130, header=5, seed=1),
@@ -86,9 +86,7 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = vllm_settings.vllm_options | {"data_parallel_size": 2}
     settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
-    embedded = settings.model_copy(
-        update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False}
-    )
+    embedded = embedded_settings(settings, chunk_scores=False)
     with (
         LLM.from_settings(settings) as two,
         LLM.from_settings(embedded) as one,

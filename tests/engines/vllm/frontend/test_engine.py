@@ -29,6 +29,7 @@ from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
 from tests.engines.embedded.conftest import linked_prompt, random_tokens
+from tests.engines.vllm.conftest import embedded_settings
 from tests.waiting import wait_until
 
 TOLERANCE = 1e-4
@@ -64,9 +65,7 @@ def llm(served):
 def embedded(vllm_settings):
     """The embedded engine on the same model and the same state directory; without variants, which
     vLLM has none of."""
-    settings = vllm_settings.model_copy(
-        update={"engine": "embedded", "vllm_options": {}, "max_variants": 0}
-    )
+    settings = embedded_settings(vllm_settings, max_variants=0)
     with LLM.from_settings(settings) as made:
         yield made
 
