@@ -6,6 +6,7 @@ without either.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -163,14 +164,22 @@ def listening(
 
 
 def _under_way(server: uvicorn.Server) -> str:
-    """What holds a server up: its requests, and where each thread is."""
+    """What holds a server up: its connections, what it waits for, and where each thread is."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
     frames = sys._current_frames()
     stacks = (
         f"{each.name}:\n{''.join(traceback.format_stack(frames[each.ident]))}"
         for each in threading.enumerate()
         if each.ident in frames
     )
-    return "\n".join([*map(repr, list(server.server_state.tasks)), *stacks])
+    connections = (
+        f"{each.transport!r}, request: {each.cycle and vars(each.cycle)}"
+        for each in list(server.server_state.connections)
+        if isinstance(each, H11Protocol)
+    )
+    waiting = asyncio.all_tasks(server.servers[0].get_loop())
+    return "\n".join([*connections, *map(repr, waiting), *stacks])
 
 
 def _wait_until_up(url: str) -> None:
