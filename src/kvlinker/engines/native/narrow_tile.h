@@ -1,6 +1,6 @@
 // A tile of few rows, as a sequence has that decodes: dims lie in the lanes of vectors, both of keys and of values, so
-// that nothing is wasted on lanes without a row. Where rows are many enough to pay for it, keys are transposed first,
-// which takes the place of summing lanes for each row.
+// that nothing is wasted on lanes without a row. For more than four rows, keys are transposed instead, a key in each lane:
+// that costs as much for one row as for eight, and no lanes are summed.
 #pragma once
 
 #include "exponents.h"
@@ -117,8 +117,8 @@ class NarrowTile {
 
   private:
     static constexpr int TOGETHER = ROWS > 4 || REGISTERS == 16 ? 2 : 4;  // vectors of value dims, summed at once
-    static constexpr bool TRANSPOSES = ROWS > 4;                  // keys, so that they lie in the lanes
-    static constexpr int KEYS = TRANSPOSES ? LANES : LANES / ROWS;  // that are scored at once
+    static constexpr bool TRANSPOSES = ROWS > 4;                          // keys, so that each is in a lane
+    static constexpr int KEYS = TRANSPOSES ? LANES : LANES / ROWS;        // that are scored at once
 
     template <bool NEIGHBOURS>
     void compute(const Segment& segment, const KeyBlock& block) {
@@ -136,7 +136,7 @@ class NarrowTile {
     // Scores of KEYS keys of a block for all rows, -inf where hidden.
     template <bool NEIGHBOURS>
     void score(const BlockRows<NEIGHBOURS>& block_keys, const KeyBlock& block, int64_t begin) {
-        Floats sums[TRANSPOSES ? ROWS : LANES] = {};  // of row and key: row * KEYS + key
+        Floats sums[TRANSPOSES ? ROWS : LANES] = {};  // of each row, or of row and key: row * KEYS + key
         const bf16* at[KEYS];
         for (int i = 0; i < KEYS; ++i) at[i] = block_keys[begin + i];
         const Numbers* queries = scratch.queries.get();

@@ -285,7 +285,8 @@ template <int STAGE = 1>
     if constexpr (2 * STAGE < LANES) transpose<2 * STAGE>(rows);
 }
 
-// The sum of each of so many vectors as there are lanes, of those that are STEP apart from FIRST on.
+// The sums of as many vectors as there are lanes, one in each lane. It calls itself for those that are STEP apart, from
+// FIRST on.
 template <int FIRST = 0, int STEP = 1>
 [[gnu::always_inline]] inline Floats sums_of(const Floats (&vectors)[LANES]) {
     if constexpr (STEP == LANES) {
