@@ -11,11 +11,19 @@ PATIENCE = 60.0
 
 PAUSE = 0.002
 
+BUSY_SHARE = 4
+"""A wait pauses this many times as long as its condition takes, lest what it waits for lack the
+processor."""
+
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
     """Return as soon as the condition is true. Raises AssertionError where it is not in so many
     seconds."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it is not so after {seconds:.0f} s"
-        time.sleep(PAUSE)
+    while True:
+        asked = time.monotonic()
+        if condition():
+            return
+        answered = time.monotonic()
+        assert answered < deadline, f"it is not so after {seconds:.0f} s"
+        time.sleep(max(PAUSE, BUSY_SHARE * (answered - asked)))

@@ -156,6 +156,12 @@ def test_nothing_listens_where_others_reach_it(fleet: RunningFleet) -> None:
     assert hosts == {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
+def test_its_processes_are_as_urgent_as_the_command(fleet: RunningFleet) -> None:
+    """Ray's workers are less, and do not get to run where a machine has much to do."""
+    urgency = {process.nice() for process in fleet.named("ServeReplica")}
+    assert urgency == {psutil.Process(fleet.process.pid).nice()}
+
+
 def test_keys_and_limits_hold_before_anything_is_read(fleet: RunningFleet) -> None:
     stranger = fleet.http.post(CHAT, json=asked(), headers={"authorization": "Bearer x"})
     assert stranger.status_code == 401

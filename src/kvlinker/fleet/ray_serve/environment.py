@@ -8,6 +8,8 @@ _ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0"}
 _ALONE = {
     # Ray then calls this machine 127.0.0.1, and so does not listen on any other address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray takes its workers for batch work, which gives way to whatever else runs. Servers do not.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
 }
 
