@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,16 @@ def _arrays() -> Iterator[Memory]:
     for _ in range(FRAMES):
         values += frame.f_locals.values()
         frame = frame.f_back
-    held = [each for value in values for each in getattr(value, "_held", ())]
-    for value in (*values, *held):
+    for value in chain.from_iterable(map(_with_held, values)):
         if isinstance(value, np.ndarray) and value.nbytes:
             yield Memory(value.ctypes.data, value.nbytes, value.dtype == np.int64)
         elif isinstance(value, ctypes.Array):
             yield Memory(ctypes.addressof(value), ctypes.sizeof(value), True)
+
+
+def _with_held(value: Any) -> Iterator[Any]:
+    """A value, and whatever it holds the memory of."""
+    yield value
+    for name in ("held", "_held"):
+        for each in getattr(value, name, ()):
+            yield from _with_held(each)

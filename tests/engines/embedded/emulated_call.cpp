@@ -11,6 +11,7 @@
 extern "C" {
 void kvlinker_attention(const void*);
 void kvlinker_write(const void*);
+void kvlinker_mean_weights(const void*);
 void kvlinker_dots(const void*);
 void kvlinker_multiply_plain(const void*);
 void kvlinker_multiply_bf16(const void*);
@@ -29,6 +30,7 @@ const struct {
 } FUNCTIONS[] = {
     {"kvlinker_attention", kvlinker_attention},
     {"kvlinker_write", kvlinker_write},
+    {"kvlinker_mean_weights", kvlinker_mean_weights},
     {"kvlinker_dots", kvlinker_dots},
     {"kvlinker_multiply_plain", kvlinker_multiply_plain},
     {"kvlinker_multiply_bf16", kvlinker_multiply_bf16},

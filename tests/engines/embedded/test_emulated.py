@@ -13,6 +13,8 @@ from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene
 from tests.engines.embedded.attention.test_native_kernel import check
 from tests.engines.embedded.emulated import build, emulated
+from tests.engines.embedded.execution.test_observing import check as check_weights
+from tests.engines.embedded.execution.test_observing import scene_of
 from tests.engines.embedded.model.states.test_delta_rule import FUNCTIONS
 from tests.engines.embedded.model.states.test_delta_rule import call as call_of_rule
 from tests.engines.native.test_placing import check as check_placing
@@ -60,6 +62,11 @@ def test_attention(variant):
     for behind in (1, 70):
         prompt = linked([0, 1, 2, 1], chunks, before=5, behind=behind, recompute=16)
         check(kernel, make_scene(chunks, [prompt, prompt], Shape(**variant), dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("processor")
+def test_weights_of_attention():
+    check_weights(NativeAttention(), scene_of({"window": 70, "sinks": True}, 16, 40), 0, 50)
 
 
 @pytest.mark.usefixtures("processor")

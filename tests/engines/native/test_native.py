@@ -1,8 +1,7 @@
 import multiprocessing
-import platform
 import shutil
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.native import NativeUnavailableError, load_library
-from kvlinker.engines.native.targets import TARGETS
+from tests.engines.native.machine_code import functions, readable
 from tests.engines.native.native_targets import HERE
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
-PEAKS = SOURCE.with_name("peaks.cpp")
 
 
 pytestmark = pytest.mark.skipif(
@@ -66,10 +64,7 @@ def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
     assert len(list((tmp_path / "kvlinker").iterdir())) == 2
 
 
-@pytest.mark.skipif(
-    shutil.which("objdump") is None or platform.machine() != "x86_64",
-    reason="no machine code of x86 here, or no objdump to read it with",
-)
+@readable
 @pytest.mark.parametrize(
     ("target", "instruction", "count"),
     [
@@ -81,7 +76,5 @@ def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
 )
 def test_the_peak_is_that_of_products(target, instruction, count):
     """The compiled code is read: compilers leave out what they find to be the same."""
-    (kind,) = (each for each in TARGETS if each.name == target)
-    command = ["objdump", "-d", "--no-show-raw-insn", load_library(PEAKS, kind)._name]
-    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert code.count(instruction) == count
+    code = chain.from_iterable(functions("peaks.cpp", target, ""))
+    assert sum(instruction in each for each in code) == count

@@ -1,5 +1,5 @@
-"""Observers of attention while it is computed: they see the weights of a few queries at a time,
-never the whole matrix."""
+"""Observers of attention while it is computed: they see the weights of some queries at a time, mean
+over heads, never the whole matrix."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvlinker.base.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.prompting.segments import ChunkSpan
 
-QUERIES_AT_ONCE = 64
-"""The most queries whose weights are in memory at once."""
+QUERIES_AT_ONCE = 512
+"""The most queries whose weights are asked for at once."""
+
+BY_HEAD_AT_ONCE = 64
+"""The most queries whose weights are in memory at once for each head."""
 
 
 Weights = Callable[[int, int], Tensor]
-"""Computes the attention weights of a run's queries [first, last): [heads, queries, positions up to
-the last one's], fp32."""
+"""Computes the attention weights of a run's queries [first, last), mean over heads: [queries,
+positions up to the last one's], fp32."""
+
+
+def mean_over_heads(by_head: Weights, first: int, last: int) -> Tensor:
+    """Compute what ``Weights`` does by a function that returns the weights of each head: [heads,
+    queries, positions up to the last one's]."""
+    means = [
+        by_head(begin, min(begin + BY_HEAD_AT_ONCE, last)).mean(0)
+        for begin in range(first, last, BY_HEAD_AT_ONCE)
+    ]
+    length = means[-1].shape[1]
+    return torch.cat([pad(each, (0, length - each.shape[1])) for each in means])
 
 
 class Observer(Protocol):
@@ -40,7 +55,7 @@ class QuestionProbe:
 
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
         if start + tokens == self.attention.shape[1]:
-            self.attention[layer] = weights(tokens - 1, tokens).mean(0)[0].cpu().numpy()
+            self.attention[layer] = weights(tokens - 1, tokens)[0].cpu().numpy()
 
 
 class Observers:
@@ -86,8 +101,8 @@ class ChunkWatch:
         if layer == len(self._attention):
             self._attention.append(np.zeros(len(self._spans), dtype=np.float32))
         begin = max(self._question, start)
-        for _, mean in _mean_weights(start, begin, start + tokens, weights):
-            received = mean.sum(0)
+        for _, found in _in_blocks(start, begin, start + tokens, weights):
+            received = found.sum(0)
             self._attention[layer] += [
                 float(received[span.start : span.end].sum()) for span in self._spans
             ]
@@ -120,8 +135,8 @@ class ScoreCollector:
         for index, (first, last) in enumerate(self._spans):
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
-                for position, mean in _mean_weights(start, begin, stop, weights):
-                    self._note(index, position, mean.to(self._inter[index].device))
+                for position, found in _in_blocks(start, begin, stop, weights):
+                    self._note(index, position, found.to(self._inter[index].device))
 
     def finish(self) -> list[ChunkScores]:
         """Return the scores of every chunk, once all layers have seen all tokens."""
@@ -157,12 +172,9 @@ class ScoreCollector:
         self._received[index][: own.shape[1]] += own.sum(0)
 
 
-def _mean_weights(
-    start: int, begin: int, end: int, weights: Weights
-) -> Iterator[tuple[int, Tensor]]:
+def _in_blocks(start: int, begin: int, end: int, weights: Weights) -> Iterator[tuple[int, Tensor]]:
     """Yield blocks of the queries at positions [begin, end) of a run that begins at ``start``: the
-    first one's position, and their weights, mean over heads, [queries, positions up to the last
-    one's]."""
+    first one's position, and their weights [queries, positions up to the last one's]."""
     for first in range(begin, end, QUERIES_AT_ONCE):
         last = min(first + QUERIES_AT_ONCE, end)
-        yield first, weights(first - start, last - start).mean(0)
+        yield first, weights(first - start, last - start)

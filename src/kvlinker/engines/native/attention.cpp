@@ -13,6 +13,7 @@
 #include <cmath>
 #include <vector>
 
+#include "mean_tile.h"
 #include "narrow_tile.h"
 #include "wide_tile.h"
 
@@ -236,6 +237,31 @@ extern "C" void kvlinker_attention(const Call* call) {
         for (int64_t i = next_merge++; i < merges; i = next_merge++) {
             const int64_t query = division.merged[i / heads];
             merge(*call, partials, division.places_of[query], query, i % heads);
+        }
+    }
+}
+
+extern "C" void kvlinker_mean_weights(const MeanWeights* asked) {
+    const Call& call = asked->call;
+    const Bundle& bundle = *call.bundles;
+    const Visit* visits = call.visits + bundle.first_visit;
+    int64_t keys = 0;
+    for (int64_t i = 0; i < bundle.visits; ++i) keys += visits[i].last - visits[i].first;
+    const int64_t kv_heads = call.segments[visits->segment].key.heads, group = call.query.heads / kv_heads;
+    const int64_t queries = call.query.rows, at_once = TILE_ROWS / group;
+    const float factor = 1.0f / static_cast<float>(call.query.heads);
+#pragma omp parallel num_threads(static_cast<int>(call.threads))
+    {
+        MeanScratch scratch(call, keys);
+#pragma omp for schedule(dynamic)
+        for (int64_t left = round_up(queries, at_once); left > 0; left -= at_once) {  // the longest first
+            const int64_t first = left - at_once, count = std::min(at_once, queries - first);
+            for (int64_t head = 0; head < kv_heads; ++head) {
+                Rows rows(call, bundle, head, first * group, count * group);
+                MeanTile tile(rows, scratch);
+                rows.visit(tile, 0, keys);
+                tile.add_weights(asked->means, asked->length, factor);
+            }
         }
     }
 }

@@ -82,3 +82,11 @@ struct Dots {
     float* products;  // [query.heads, query.rows / parts, keys of all parts]
     int64_t threads;
 };
+
+// Attention weights of a call with one bundle of one member, whose query heads are at most 64 times its key heads. Its
+// output is not written.
+struct MeanWeights {
+    Call call;
+    float* means;    // [queries, length], mean over heads, zeros so far
+    int64_t length;  // more than any query's position
+};

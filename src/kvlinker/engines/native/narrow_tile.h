@@ -88,7 +88,8 @@ class NarrowTile {
             }
     }
 
-    void compute_block(const Segment& segment, const KeyBlock& block) {
+    void compute_block(const Visit& visit, const KeyBlock& block) {
+        const Segment& segment = call.segments[visit.segment];
         if (block.neighbours)
             compute<true>(segment, block);
         else

@@ -1,4 +1,5 @@
 import logging
+from itertools import chain
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.toy_rotary import toy_rotary
+from tests.engines.native.machine_code import functions, readable
 from tests.engines.native.native_targets import passing_for
 
 CPU = torch.device("cpu")
@@ -179,11 +181,26 @@ def test_wrong_products_of_queries_and_keys_are_not_trusted(
     assert "the product of queries and keys by native code is wrong on this machine" in caplog.text
 
 
+def test_wrong_weights_of_attention_are_not_trusted(
+    native_kernel, native_anew, monkeypatch, caplog
+):
+    monkeypatch.setattr(NativeAttention, "mean_weights", lambda *_: torch.zeros(61, 211))
+    with caplog.at_level(logging.INFO):
+        assert kernels.native_attention() is None
+    assert "the weighing of keys by native code is wrong on this machine" in caplog.text
+
+
 @pytest.fixture
 def other_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def test_native_code_is_checked_while_a_model_is_loaded_in_another_precision(
+    native_anew, native_kernel, other_default_dtype
+):
+    assert kernels.native_attention() is not None
 
 
 def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(
@@ -195,3 +212,13 @@ def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(
     assert products.dtype == torch.float32
     expected = query.float() @ key.float().repeat_interleave(2, dim=0).mT
     torch.testing.assert_close(products, expected, rtol=1e-4, atol=1e-4)
+
+
+@readable
+@pytest.mark.parametrize("target", ["avx512-bf16", "avx2"])
+@pytest.mark.parametrize("rows", [16, 32, 48, 64])
+def test_values_are_fetched_while_keys_are_scored(target, rows):
+    """Compilers leave out calls that do nothing but fetch."""
+    scoring = rf"10WideScoresILi{rows}EE5score|visit_blocksI8WideTileILi{rows}E"
+    code = chain.from_iterable(functions("attention.cpp", target, scoring))
+    assert sum("prefetch" in each for each in code) >= 2, "with and without hidden keys"

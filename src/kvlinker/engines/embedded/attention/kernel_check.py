@@ -10,6 +10,8 @@ from kvlinker.engines import native
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryFunction
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
+from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.model.rotary import Rotary
@@ -68,6 +70,28 @@ def require_right(kernel: AttentionKernel, dtype: torch.dtype, device: torch.dev
             ("attention", "writing keys", "writing values"), ours, expected, strict=True
         ):
             native.require_close(mine, theirs, what)
+
+
+def require_right_weights(kernel: NativeAttention) -> None:
+    """Compare the weights that observers see with PyTorch's. Raises NativeUnavailableError if they
+    differ."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, rows: int) -> Tensor:
+        return torch.randn(heads, rows, HEAD_DIM, generator=generator).bfloat16()
+
+    positions, rows = np.arange(150, 211), slice(0, 61)
+    hidden = np.arange(130) % 9 == 4
+    views = [View(0, rows, 0, 0, 0, 130, hidden), View(1, rows, 130, 130, 0, 81)]
+    query = random(6, len(positions))
+    segments = [(random(2, rows), random(2, rows)) for rows in (130, 81)]
+    options = AttentionOptions(scale=HEAD_DIM**-0.5)
+    expected = PositionScores(views, positions, None, None, 211, native=False)
+    native.require_close(
+        kernel.mean_weights(NativePlan.of(views, positions), query, segments, None, options),
+        expected.weights(query, segments, options).mean(0),
+        "the weighing of keys",
+    )
 
 
 class _Angles(nn.Module):

@@ -9,7 +9,10 @@ import torch
 
 from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
-from kvlinker.engines.embedded.attention.kernel_check import require_right
+from kvlinker.engines.embedded.attention.kernel_check import (
+    require_right,
+    require_right_weights,
+)
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.model.anatomy import LayerShape
@@ -81,4 +84,5 @@ def native_attention() -> NativeAttention | None:
 def _checked() -> NativeAttention:
     kernel = NativeAttention()
     require_right(kernel, torch.bfloat16, torch.device("cpu"))
+    require_right_weights(kernel)
     return kernel

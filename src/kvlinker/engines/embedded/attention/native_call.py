@@ -86,7 +86,10 @@ class Dots(ctypes.Structure):
 
 
 class NativeCall(ctypes.Structure):
-    """Describes the attention of one layer: ``NativeCall`` of call.h."""
+    """Describes the attention of one layer: ``Call`` of call.h."""
+
+    held: tuple[object, ...] = ()
+    """What has memory that the structure points to, and lives no longer than it."""
 
     _fields_ = (
         ("query", Heads),
@@ -104,4 +107,14 @@ class NativeCall(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int64),
         ("threads", ctypes.c_int64),
+    )
+
+
+class MeanWeights(ctypes.Structure):
+    """Describes attention weights that are wanted, mean over heads: ``MeanWeights`` of call.h."""
+
+    _fields_ = (
+        ("call", NativeCall),
+        ("means", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
     )

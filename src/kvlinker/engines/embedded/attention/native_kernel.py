@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
 from kvlinker.engines.embedded.attention.native_call import (
     Heads,
+    MeanWeights,
     NativeCall,
     Rotation,
     Write,
@@ -29,6 +31,9 @@ from kvlinker.engines.embedded.attention.views import (
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
 
+MOST_SHARING_HEADS = 64
+"""The most query heads of a key head whose weights ``mean_weights`` computes."""
+
 
 class NativeAttention:
     """Implements ``AttentionKernel`` with native code: keys of even width, rotary embedding whose
@@ -41,9 +46,15 @@ class NativeAttention:
     def __init__(self) -> None:
         """Raises NativeUnavailableError."""
         functions = native.functions(
-            "attention.cpp", {"kvlinker_attention": NativeCall, "kvlinker_write": Write}
+            "attention.cpp",
+            {
+                "kvlinker_attention": NativeCall,
+                "kvlinker_write": Write,
+                "kvlinker_mean_weights": MeanWeights,
+            },
         )
         self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
+        self._weigh = functions["kvlinker_mean_weights"]
 
     @property
     def functions(self) -> tuple[native.Function, native.Function]:
@@ -51,15 +62,7 @@ class NativeAttention:
         return self._write, self._compute
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
-        seen = AttentionPlan.of(views, positions)
-        positions = np.ascontiguousarray(positions)
-        return NativePlan(
-            seen.views,
-            positions,
-            Table(bundle_views(seen.views), positions),
-            farthest=max((farthest(view, positions) for view in seen.views), default=0),
-            last=int(positions.max(initial=0)),
-        )
+        return NativePlan.of(views, positions)
 
     def write(
         self,
@@ -96,28 +99,26 @@ class NativeAttention:
         output: Tensor,
     ) -> None:
         assert isinstance(plan, NativePlan), plan
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        rotation = Rotation.of(rotary, plan.farthest + 1)
-        table = plan.table
-        layer = np.array([heads(key) + heads(value) for key, value in segments], np.int64)
-        call = NativeCall(
-            query=Heads(*heads(query)),
-            output=Heads(*heads(output.transpose(0, 1))),
-            positions=plan.table.positions,
-            rotation=rotation,
-            segments=layer.ctypes.data,
-            views=table.views,
-            visits=table.visits,
-            members=table.members,
-            bundles=table.bundles,
-            bundle_count=table.bundle_count,
-            sinks=None if sinks is None else sinks.data_ptr(),
-            scale=options.scale,
-            softcap=options.softcap or 0.0,
-            window=options.window or 0,
-            threads=torch.get_num_threads(),
-        )
+        call = plan.call(query, segments, rotary, options, output=output.transpose(0, 1))
         self._compute(call)
+
+    def mean_weights(
+        self,
+        plan: NativePlan,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Return what the queries of one sequence, [heads, queries, key_dim] without rotary
+        embedding, attend to, mean over heads: [queries, positions up to the last query's], fp32.
+        Query heads are at most ``MOST_SHARING_HEADS`` times the key heads."""
+        length = plan.last + 1
+        means = torch.zeros(query.shape[1], length, dtype=torch.float32)
+        if plan.table.bundle_count:
+            call = plan.call(query, segments, rotary, options, output=query)
+            self._weigh(MeanWeights(call, means.data_ptr(), length))
+        return means
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,52 @@ class NativePlan(AttentionPlan):
 
     last: int
     """The last position of a query."""
+
+    @classmethod
+    def of(cls, views: Sequence[View], positions: NDArray[np.int64]) -> Self:
+        seen = AttentionPlan.of(views, positions)
+        positions = np.ascontiguousarray(positions)
+        return cls(
+            seen.views,
+            positions,
+            Table(bundle_views(seen.views), positions),
+            farthest=max((farthest(view, positions) for view in seen.views), default=0),
+            last=int(positions.max(initial=0)),
+        )
+
+    def call(
+        self,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+        *,
+        output: Tensor,
+    ) -> NativeCall:
+        """Return the call for one layer, which is valid as long as it and the tensors are there:
+        ``query`` and ``output`` are [heads, queries, dim]."""
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        rotation = Rotation.of(rotary, self.farthest + 1)
+        layer = np.array([heads(key) + heads(value) for key, value in segments], np.int64)
+        call = NativeCall(
+            query=Heads(*heads(query)),
+            output=Heads(*heads(output)),
+            positions=self.table.positions,
+            rotation=rotation,
+            segments=layer.ctypes.data,
+            views=self.table.views,
+            visits=self.table.visits,
+            members=self.table.members,
+            bundles=self.table.bundles,
+            bundle_count=self.table.bundle_count,
+            sinks=None if sinks is None else sinks.data_ptr(),
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            window=options.window or 0,
+            threads=torch.get_num_threads(),
+        )
+        call.held = sinks, rotation, layer, self.table
+        return call
 
 
 class Table:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.contract.observation import mean_over_heads
+from kvlinker.engines.embedded.attention.kernels import native_attention
+from kvlinker.engines.embedded.attention.native_kernel import MOST_SHARING_HEADS, NativePlan
 from kvlinker.engines.embedded.attention.picked import Picked, mask_of
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.attention.views import Segments, View
@@ -17,7 +23,8 @@ from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 FEW_QUERIES = 8
-"""The most queries for which what is the same in many layers is kept."""
+"""The most queries whose weights are computed by head, as fast as otherwise, and what is the same
+in many layers is kept."""
 
 
 class LayerAttention(NamedTuple):
@@ -41,7 +48,8 @@ class Observation:
         """With ``native``, native code computes what it can."""
         self._observed = [(run, rows) for run, rows in batch.rows() if run.observer is not None]
         self._native = native
-        self._prepared: dict[tuple[object, ...], PositionScores] = {}
+        self._scores: dict[tuple[object, ...], PositionScores] = {}
+        self._plans: dict[tuple[object, ...], NativePlan] = {}
 
     def show(self, index: int, layer: LayerAttention) -> None:
         """Pass the attention of layer ``index`` to the observers. Its views are the same object in
@@ -50,18 +58,43 @@ class Observation:
             assert run.observer is not None
 
             def weights(first: int, last: int, rows: slice = rows) -> Tensor:
-                return self._weights(layer, rows, slice(rows.start + first, rows.start + last))
+                return self._weights(layer, rows, first, last)
 
             run.observer.observe(index, run.start, len(run.tokens), weights)
 
-    def _weights(self, layer: LayerAttention, rows: slice, asked: slice) -> Tensor:
-        """Return the weights of some queries of the run with these rows."""
+    def _weights(self, layer: LayerAttention, rows: slice, first: int, last: int) -> Tensor:
+        """Return the weights of the queries [first, last) of the run with these rows, mean over
+        heads."""
+        if self._native and last - first > FEW_QUERIES and _fits(layer):
+            kernel = native_attention()
+            if kernel is not None:
+                asked = slice(rows.start + first, rows.start + last)
+                plan = self._plan(layer, rows, asked)
+                return kernel.mean_weights(
+                    plan, layer.query[:, asked], layer.segments, layer.rotary, layer.options
+                )
+
+        def by_head(first: int, last: int) -> Tensor:
+            return self._by_head(layer, rows, slice(rows.start + first, rows.start + last))
+
+        return mean_over_heads(by_head, first, last)
+
+    def _plan(self, layer: LayerAttention, rows: slice, asked: slice) -> NativePlan:
+        alike = id(layer.views), asked.start, asked.stop
+        if alike not in self._plans:
+            own = slice(0, asked.stop - asked.start)
+            views = [replace(view, rows=own) for view in _views_of(layer, rows)]
+            self._plans[alike] = NativePlan.of(views, layer.positions[asked])
+        return self._plans[alike]
+
+    def _by_head(self, layer: LayerAttention, rows: slice, asked: slice) -> Tensor:
+        """Return the weights of some queries of the run with these rows, by head."""
         positions, window = layer.positions[asked], layer.options.window
         alike = id(layer.views), asked.start, asked.stop, window, layer.rotary
-        scores = self._prepared.get(alike)
+        scores = self._scores.get(alike)
         if scores is None:
             scores = PositionScores(
-                [view for view in layer.views if view.rows.start <= rows.start < view.rows.stop],
+                _views_of(layer, rows),
                 positions,
                 layer.rotary,
                 window,
@@ -70,9 +103,30 @@ class Observation:
                 native=self._native,
             )
             if len(positions) <= FEW_QUERIES:
-                self._prepared[alike] = scores
+                self._scores[alike] = scores
         picked = None
         if layer.picked is not None:
             first = asked.start - rows.start
             picked = mask_of(rows, layer.picked)[:, first : first + len(positions)]
         return scores.weights(layer.query[:, asked], layer.segments, layer.options, picked=picked)
+
+
+def _views_of(layer: LayerAttention, rows: slice) -> list[View]:
+    """Return what the sequence sees whose run has these rows."""
+    return [view for view in layer.views if view.rows.start <= rows.start < view.rows.stop]
+
+
+def _fits(layer: LayerAttention) -> bool:
+    """Return whether native code computes a layer's weights."""
+    heads, _, dim = layer.query.shape
+    return (
+        layer.picked is None
+        and layer.query.is_cpu
+        and dim % 2 == 0
+        and (layer.rotary is None or layer.rotary.pairing is not None)
+        and heads <= MOST_SHARING_HEADS * len(layer.segments[0][0])
+        and all(
+            tensor.dtype == torch.bfloat16
+            for tensor in (layer.query, *chain.from_iterable(layer.segments))
+        )
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import content_of
 from kvlinker.engines.contract.attention import attention_weights
-from kvlinker.engines.contract.observation import ScoreCollector
+from kvlinker.engines.contract.observation import ScoreCollector, mean_over_heads
 from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, watched
 from kvlinker.engines.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, packed
 from kvlinker.engines.vllm.worker.layers import ChunkPart, placed_kv
@@ -140,10 +140,10 @@ class ChunkCapture:
             keys = torch.cat(earlier, dim=1)
             queries, options = attention.queries(call.query).transpose(0, 1), attention.options
 
-            def weights(first: int, last: int) -> Tensor:
+            def by_head(first: int, last: int) -> Tensor:
                 return attention_weights(queries[:, first:last], keys[:, : begin + last], options)
 
-            self._scores.observe(layer, begin, rows.count, weights)
+            self._scores.observe(layer, begin, rows.count, partial(mean_over_heads, by_head))
 
     def finish(self) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""

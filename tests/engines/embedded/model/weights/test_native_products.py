@@ -3,11 +3,6 @@ inputs."""
 
 from __future__ import annotations
 
-import platform
-import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +23,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt8Matrix,
 )
 from kvlinker.engines.embedded.model.weights.quantized import Int4Matrix, Int8Matrix
-from kvlinker.engines.native.targets import TARGETS
+from tests.engines.native.machine_code import functions, readable
 
 pytestmark = pytest.mark.skipif(
     native_products.native_products() is None, reason="no native products"
@@ -125,10 +120,7 @@ def test_no_rows_and_as_many_as_native_code_takes(
     ]
 
 
-@pytest.mark.skipif(
-    shutil.which("objdump") is None or platform.machine() != "x86_64",
-    reason="no machine code of x86 here, or no objdump to read it with",
-)
+@readable
 @pytest.mark.parametrize(
     ("target", "step", "instruction", "count"),
     [
@@ -143,20 +135,7 @@ def test_no_rows_and_as_many_as_native_code_takes(
 def test_six_rows_keep_their_sums_in_registers(
     target: str, step: str, instruction: str, count: int
 ) -> None:
-    """The compiled loop is read: it needs no processor of that kind."""
-    (kind,) = (each for each in TARGETS if each.name == target)
-    library = native.load_library(Path(native.__file__).with_name("products.cpp"), kind)
-    code = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", library._name],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    (function,) = (
-        part.splitlines()
-        for part in code.split("\n\n")
-        if re.search(rf"8multiplyI{step}\w*Li6E", part[:120])
-    )
+    (function,) = functions("products.cpp", target, rf"8multiplyI{step}\w*Li6E")
     products = [line for line, text in enumerate(function) if instruction in text]
     assert len(products) == count
     loop = function[products[0] : products[-1]]
