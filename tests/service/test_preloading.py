@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def held_loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[str
 
     monkeypatch.setattr(llm.store, "load", load)
     return batches, began, goes_on
+
+
+def advance(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have preloading's clock be ahead. Others' is not: an event loop in this process would sleep
+    for as long."""
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
+    monkeypatch.setattr("kvlinker.service.preloading.time", clock)
 
 
 def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
@@ -108,7 +116,7 @@ def test_what_found_no_room_is_not_tried_for_ever(
     llm.preloading.begin([first], 0.5, tenant="default", replaces=True)
     wait_until(lambda: llm.preloading.pending == 0)
     monkeypatch.undo()
-    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 1.0)
+    advance(monkeypatch, 1.0)
     llm.preloading.retry()
     assert llm.preloading.pending == 0
     assert not llm.store.is_resident(first)
@@ -126,7 +134,7 @@ def test_a_chunk_is_not_given_up_at_anothers_deadline(
         began.set()
         assert goes_on.wait(30)
         if hasty in keys:
-            monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 2000.0)
+            advance(monkeypatch, 2000.0)
             late.set()
         loads: list[Future[None]] = [Future() for _ in keys]
         for each in loads:
@@ -186,7 +194,7 @@ def test_what_is_over_takes_no_turn_and_may_be_asked_for_again(
     begin([f"1{number:063x}" for number in range(40)], 5000.0, tenant="one")
     hasty = [f"2{number:063x}" for number in range(40)]
     begin(hasty, 10.0, tenant="two")
-    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 1000.0)
+    advance(monkeypatch, 1000.0)
     begin([hasty[30], "3" * 64], 1000.0, tenant="two")
     goes_on.set()
     wait_until(lambda: llm.preloading.pending == 0)
