@@ -288,7 +288,7 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     ("family", "weights", "bound"),
     [
         ("qwen3", "auto", 0.08),
-        ("qwen3", "int8", 0.1),
+        ("qwen3", "int8", 0.15),
         ("qwen3", "int4", 0.2),
         ("qwen3_5-states", "auto", 0.1),
         ("granite-states-nope", "auto", 0.15),
