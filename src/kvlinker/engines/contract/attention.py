@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -71,6 +71,8 @@ def attention_scores(
 ) -> Tensor:
     """Compute the logits of attention before the softmax, fp32; the matrix product has the inputs'
     precision."""
+    if query.dtype == torch.float16:  # products before scaling may be more than it can hold
+        query, options = query * options.scale, replace(options, scale=1.0)
     scores = scaled_scores(torch.matmul(query, key.transpose(1, 2)).float(), options)
     return scores if mask is None else scores + mask
 
