@@ -28,13 +28,15 @@ struct OutputBlock {
     int64_t weight_stride, header_stride;
 };
 
-// What is brought to the second cache meanwhile, which a block does not fill: so many lines from `at` on in each step.
+// What is brought to the second cache meanwhile, which a block does not fill: so many bytes from `at` on in each step.
+// Each step fetches as much: where some have to wait for memory, others that fetch nothing do not make up for it.
 struct Fetch {
     const uint8_t* at;
-    int64_t lines;
+    int64_t bytes;
+    int64_t due = 0;
 
     void step() {
-        for (int64_t line = 0; line < lines; ++line, at += CACHE_LINE) __builtin_prefetch(at, 0, 2);
+        for (due += bytes; due >= CACHE_LINE; due -= CACHE_LINE, at += CACHE_LINE) __builtin_prefetch(at, 0, 2);
     }
 };
 
@@ -86,7 +88,7 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
                 store_bf16(product.output + (first_row + row) * product.outputs + output,
                            Form::scaled(totals[row][v], block.headers, first + v) + bias, left);
         }
-        fetch.lines = 0;  // has all that it was to fetch
+        fetch.bytes = 0;  // has all that it was to fetch
     }
 }
 
@@ -97,11 +99,10 @@ template <typename Step, typename Form>
 void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
               const uint8_t* next, const uint8_t* end) {
     const int64_t passes = round_up(product.rows, ROWS_TOGETHER) / ROWS_TOGETHER, steps = product.width / Step::INPUTS;
-    const int64_t lines = round_up(end - next, passes * steps * CACHE_LINE) / (passes * steps * CACHE_LINE);
+    const int64_t bytes = round_up(end - next, passes * steps) / (passes * steps);  // of each step
     for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
         const int64_t rows = (product.rows - row) / (passes - pass);
-        const uint8_t* at = next + pass * lines * steps * CACHE_LINE;
-        const Fetch fetch{at, at < end ? lines : 0};
+        const Fetch fetch{next + pass * bytes * steps, bytes};
         switch (rows) {
             case 1: multiply<Step, Form, 1>(product, block, inputs, row, fetch); break;
             case 2: multiply<Step, Form, 2>(product, block, inputs, row, fetch); break;
@@ -120,7 +121,7 @@ OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* wid
     OutputBlock widened = block;
     widened.weights = wide;
     const uint8_t* at = block.weights;
-    Fetch fetch{at + AHEAD, STEP / CACHE_LINE};
+    Fetch fetch{at + AHEAD, STEP};
     for (int64_t step = 0; step < product.width / (2 * Form::PAIRS); ++step, at += STEP, fetch.step())
 #pragma GCC unroll 4
         for (int pair = 0; pair < Form::PAIRS; ++pair, wide += 2 / WideStep::INPUTS * STEP)
