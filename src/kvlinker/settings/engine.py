@@ -33,7 +33,8 @@ class EngineSettings(BaseSettings):
         gt=0,
         description=(
             "Most milliseconds per token of running answers: prompts are computed meanwhile in"
-            " pieces that fit; by default 2.25 times what a step takes without prompts."
+            " pieces that fit; by default 2.25 times what decoding takes, the longer the more"
+            " answers wait."
         ),
     )
     slo_ttft: float | None = Field(

@@ -156,16 +156,53 @@ def test_no_step_takes_longer_than_thrice_an_idle_one(
 def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours, arrivals):
     simulation = measured(seconds_per_token=target)
     decoding(simulation, neighbours)
+    works = []
     for length, output, tenant, steps in [*arrivals, (1, 1, "a", 30)]:
-        simulation.add(length, output, tenant=tenant)
+        works.append(simulation.add(length, output, tenant=tenant))
         for _ in range(steps):
+            waiting = sum(not work.told for work in works)
             batch = simulation.step()
-            idle = simulation.timing.constant + simulation.timing.per_token * sum(
-                map(decodes, batch.runs)
+            decoded = sum(map(decodes, batch.runs))
+            idle, soon = (
+                simulation.timing.constant + simulation.timing.per_token * count
+                for count in (decoded, decoded + max(0, waiting - 1))
             )
             if prompt_tokens(batch) > LEAST_PIECE:
-                allowed = max(target or IDLE_MULTIPLE * idle, (1 + LEAST_PROMPT_SHARE) * idle)
+                allowed = max(target or IDLE_MULTIPLE * soon, (1 + LEAST_PROMPT_SHARE) * idle)
                 assert simulation.timing.taken[-1] <= 1.05 * allowed
+
+
+def test_the_more_wait_the_longer_steps_are():
+    """So that soon as many decode together as there are, not few while many wait."""
+    simulation = measured()
+    decoding(simulation)
+    for _ in range(8):
+        simulation.add(100, 50)
+    simulation.step()
+    soon = simulation.timing.constant + 8 * simulation.timing.per_token
+    assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * soon, rel=0.1)
+
+
+def test_long_prompts_do_not_make_steps_longer():
+    """Those who decode would wait for them, and they would not decode with them soon."""
+    simulation = measured()
+    decoding(simulation)
+    for _ in range(8):
+        simulation.add(2000, 50)
+    simulation.step()
+    idle = simulation.timing.constant + simulation.timing.per_token
+    assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * idle, rel=0.1)
+
+
+def test_chunks_that_nobody_waits_for_do_not_make_steps_longer():
+    simulation = measured()
+    decoding(simulation)
+    for _ in range(15):
+        simulation.enter_chunk(100)
+    simulation.load_all()
+    simulation.step()
+    idle = simulation.timing.constant + simulation.timing.per_token
+    assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * idle, rel=0.1)
 
 
 @settings(max_examples=10, deadline=None)

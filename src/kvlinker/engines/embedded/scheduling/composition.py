@@ -10,9 +10,14 @@ from kvlinker.engines.embedded.execution.batch import Batch, Run, VisibleKV
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
+from kvlinker.linking.plan import Range
 
 IDLE_MULTIPLE = 2.25
 """The duration of a step with prompts where no target is set, as a multiple of a step that only
+decodes, for all requests that do and all answers that soon will, but for one."""
+
+SOON_STEPS = 20
+"""The steps that only decode within which an answer's prompt could be computed, if it soon
 decodes."""
 
 LEAST_PIECE = 4
@@ -90,11 +95,12 @@ class StepComposer:
     time.
 
     While requests decode, a step is to take no longer than the target: the setting, or a multiple
-    of the step that only decodes. While none does, a step holds as many tokens as memory is made
-    for. The time of prompts goes first to the tenant that has had least so far, and to the shortest
-    of its prompts; but a share of it goes to the prompt whose turn came first, so that none
-    starves. A request in the background has steps for itself, short ones, and only while there is
-    no other.
+    of the step that only decodes. That multiple counts answers that wait with short prompts, too:
+    otherwise few requests would decode while many waited, in short steps, which take longer per
+    token. While none decodes, a step holds as many tokens as memory is made for. The time of
+    prompts goes first to the tenant that has had least so far, and to the shortest of its prompts;
+    but a share of it goes to the prompt whose turn came first, so that none starves. A request in
+    the background has steps for itself, short ones, and only while there is no other.
 
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with
     its target, so that the mean time per token keeps it.
@@ -157,7 +163,7 @@ class StepComposer:
             for request in running
             if sequence_of(request).pending and request not in decoding
         ]
-        budget = self._budget(decoding)
+        budget = self._budget(decoding, prompts)
         granted = [(request, 1) for request in decoding]
         if prompts:
             shared = _divide(budget, self._in_order(prompts))
@@ -168,8 +174,8 @@ class StepComposer:
             granted += shared
         return granted
 
-    def _budget(self, decoding: Sequence[Request]) -> _Budget:
-        """Return the budget of prompts, in addition to the requests that decode."""
+    def _budget(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> _Budget:
+        """Return the budget of ``prompts``, in addition to the requests that decode."""
         tokens = self._max_step_tokens - len(decoding)
         cost = self._throughput.cost_beside_decoding()
         self.prompt_share = 1.0
@@ -180,7 +186,9 @@ class StepComposer:
         idle = self._throughput.decode_seconds(positions)
         if idle is None or self._mixed >= MIXED_STEPS:
             return _Budget(cost, 0.0, tokens)  # this step measures it
-        target = self._seconds_per_token or IDLE_MULTIPLE * idle
+        behind = _last_tokens(prompts, SOON_STEPS * idle)[1:]
+        soon = self._throughput.decode_seconds([*positions, *behind])
+        target = self._seconds_per_token or IDLE_MULTIPLE * (soon or idle)
         seconds = max(target - idle, LEAST_PROMPT_SHARE * idle)
         self.prompt_share = seconds / (idle + seconds)
         paid = min(self._owed, seconds)
@@ -231,6 +239,17 @@ def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int
         found.append((begin, min(end, begin + tokens)))
         tokens -= end - begin
     return found
+
+
+def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:
+    """Return the positions of the last tokens of answers among ``prompts`` of which no more than
+    ``seconds`` are left."""
+    ends = [
+        sequence_of(request).prompt_length
+        for request in prompts
+        if request.kind is ResultKind.ANSWER and request.seconds_left <= seconds
+    ]
+    return [(end - 1, end) for end in ends]
 
 
 def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
