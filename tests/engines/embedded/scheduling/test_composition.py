@@ -160,38 +160,29 @@ def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours,
     for length, output, tenant, steps in [*arrivals, (1, 1, "a", 30)]:
         works.append(simulation.add(length, output, tenant=tenant))
         for _ in range(steps):
-            waiting = sum(not work.told for work in works)
+            answers = neighbours + sum(not work.told for work in works)
             batch = simulation.step()
             decoded = sum(map(decodes, batch.runs))
             idle, soon = (
                 simulation.timing.constant + simulation.timing.per_token * count
-                for count in (decoded, decoded + max(0, waiting - 1))
+                for count in (decoded, max(decoded, answers - 1))
             )
             if prompt_tokens(batch) > LEAST_PIECE:
                 allowed = max(target or IDLE_MULTIPLE * soon, (1 + LEAST_PROMPT_SHARE) * idle)
                 assert simulation.timing.taken[-1] <= 1.05 * allowed
 
 
-def test_the_more_wait_the_longer_steps_are():
-    """So that soon as many decode together as there are, not few while many wait."""
+@pytest.mark.parametrize(("length", "together"), [(100, 8), (2000, 1)])
+def test_the_more_wait_with_short_prompts_the_longer_steps_are(length, together):
+    """So that soon as many decode together as there are, not few while many wait; answers with long
+    prompts would not decode together soon."""
     simulation = measured()
     decoding(simulation)
     for _ in range(8):
-        simulation.add(100, 50)
+        simulation.add(length, 50)
     simulation.step()
-    soon = simulation.timing.constant + 8 * simulation.timing.per_token
+    soon = simulation.timing.constant + together * simulation.timing.per_token
     assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * soon, rel=0.1)
-
-
-def test_long_prompts_do_not_make_steps_longer():
-    """Those who decode would wait for them, and they would not decode with them soon."""
-    simulation = measured()
-    decoding(simulation)
-    for _ in range(8):
-        simulation.add(2000, 50)
-    simulation.step()
-    idle = simulation.timing.constant + simulation.timing.per_token
-    assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * idle, rel=0.1)
 
 
 def test_chunks_that_nobody_waits_for_do_not_make_steps_longer():
