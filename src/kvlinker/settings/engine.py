@@ -33,8 +33,8 @@ class EngineSettings(BaseSettings):
         gt=0,
         description=(
             "Most milliseconds per token of running answers: prompts are computed meanwhile in"
-            " pieces that fit; by default 2.25 times what decoding takes, the longer the more"
-            " answers wait."
+            " pieces that fit; by default 2.25 times what decoding alone takes, and longer if"
+            " several answers with short prompts wait."
         ),
     )
     slo_ttft: float | None = Field(

@@ -14,11 +14,11 @@ from kvlinker.linking.plan import Range
 
 IDLE_MULTIPLE = 2.25
 """The duration of a step with prompts where no target is set, as a multiple of a step that only
-decodes, for all requests that do and all answers that soon will, but for one."""
+decodes: the requests that do, and all answers but one that soon will."""
 
 SOON_STEPS = 20
-"""The steps that only decode within which an answer's prompt could be computed, if it soon
-decodes."""
+"""An answer soon decodes if the rest of its prompt takes no longer than so many steps that only
+decode."""
 
 LEAST_PIECE = 4
 """The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them
@@ -242,8 +242,8 @@ def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int
 
 
 def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:
-    """Return the positions of the last tokens of answers among ``prompts`` of which no more than
-    ``seconds`` are left."""
+    """Return the positions of the last prompt tokens of those answers among ``prompts`` that need
+    no more than ``seconds`` until then."""
     ends = [
         sequence_of(request).prompt_length
         for request in prompts
