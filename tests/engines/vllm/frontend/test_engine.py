@@ -13,6 +13,7 @@ import numpy as np
 
 from kvlinker.base.errors import (
     ContextLengthError,
+    EngineClosedError,
     InvalidRequestError,
     OverloadedError,
     PolicyError,
@@ -296,6 +297,18 @@ def test_a_full_queue_refuses(llm, monkeypatch):
         llm.engine.generate(request(llm), Sink().put)
     for handle in handles:
         handle.cancel()
+
+
+def test_a_request_that_is_checked_while_the_engine_closes_is_refused(llm, monkeypatch):
+    def checked(given):
+        closing.setattr(llm.engine, "_closing", True)
+        return 4
+
+    with monkeypatch.context() as closing:
+        closing.setattr(llm.engine, "_checked", checked)
+        with pytest.raises(EngineClosedError):
+            llm.engine.generate(request(llm), Sink().put)
+    assert llm.current_load().running == 0
 
 
 def linked_choices(llm, prompt, n, policy="legolink-4", **sampling):

@@ -128,11 +128,12 @@ class VLLMEngine:
             is_complete=self.client.grammars.is_complete,
         )
         name = f"kvlinker-{secrets.token_hex(8)}"
-        with self._admitting:
+        with self._admitting:  # what is sent to the loop here is before all that closing sends
+            self._refuse_if_closing()
             queued = sum(other.open_choices for other in self._requests.values())
             check_room(queued, request.n, most=self._max_running + self._max_waiting)
             self._requests[name] = made
-        self.client.loop.call_soon_threadsafe(self._start, name, made)
+            self.client.loop.call_soon_threadsafe(self._start, name, made)
         return RequestHandle(partial(self._cancel, name))
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
@@ -198,9 +199,10 @@ class VLLMEngine:
         self.client.run(self.client.forget_prefixes()).result()
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
+        with self._admitting:
+            if self._closing:
+                return
+            self._closing = True
         atexit.unregister(self.close)
         try:
             if self.client.loop.is_running():
