@@ -1,5 +1,7 @@
 // Places tokens of chunks in a cache of blocks: keys are rotated, and both keys and values laid out as the cache has them.
 // A few tokens of a head are taken at a time, so that their parts of the cache are still near when the next ones come.
+#include <vector>
+
 #include "vectors.h"
 
 namespace {
@@ -71,28 +73,66 @@ void rotate(const Placing& placing, const T* key, int64_t position, int64_t dim,
     std::memcpy(to + 2 * pairs, key + 2 * pairs, (dim - 2 * pairs) * sizeof(T));
 }
 
-// Stores what tokens have in a word: a number, or two that are in a row each.
-inline void store_turned(float* to, int64_t, Words word) { store(to, word); }
-inline void store_turned(bf16* to, int64_t stride, Words word) {
-    store(to, __builtin_convertvector(word, Rounded));
-    store(to + stride, __builtin_convertvector(word >> 16, Rounded));
+// Stores a vector past the caches where it is a whole line of them: placed KV is more than they hold, and is not read here.
+template <typename T>
+inline void store_past(T* to, Words vector) {
+#if defined(__AVX512F__)
+    if (reinterpret_cast<uintptr_t>(to) % sizeof vector == 0) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)vector);
+        return;
+    }
+#endif
+    store(to, vector);
+}
+
+template <typename T>
+void copy_past(const T* from, int64_t count, T* to) {
+    constexpr int64_t AT_ONCE = sizeof(Words) / sizeof(T);
+    const int64_t whole = count / AT_ONCE * AT_ONCE;
+    for (int64_t i = 0; i < whole; i += AT_ONCE) store_past(to + i, load<Words>(from + i));
+    std::memcpy(to + whole, from + whole, (count - whole) * sizeof(T));
+}
+
+template <typename T>
+inline void store_column(T* to, Words vector, int64_t count) {
+    if (count * sizeof(T) >= sizeof vector)
+        store_past(to, vector);
+    else
+        store_some(to, vector, count);
+}
+
+// Stores what words of `count` rows have: a number, or two, where a vector has every other row.
+inline void store_turned(float* to, int64_t, const Words (*words)[LANES], int64_t word, int64_t count) {
+    store_column(to, words[0][word], count);
+}
+inline void store_turned(bf16* to, int64_t number, const Words (*words)[LANES], int64_t word, int64_t count) {
+    const Words even = words[0][word], odd = words[1][word];
+    const Words low = (even & 0xffff) | odd << 16;
+    const Words high = (even >> 16 & 0xffff) | (odd & static_cast<int32_t>(0xffff0000));
+    store_column(to, low, count);
+    store_column(to + number, high, count);
 }
 
 // Copies rows [count, dim] to columns: number i of row j to `to[i * number + j]`.
 template <typename T>
 void copy_turned(const T* rows, int64_t stride, int64_t count, int64_t dim, T* to, int64_t number) {
     constexpr int64_t IN_WORD = sizeof(int32_t) / sizeof(T), AT_ONCE = LANES * IN_WORD;
-    const int64_t turned = count / LANES * LANES, wide = dim / AT_ONCE * AT_ONCE;
-    for (int64_t i = 0; i < wide; i += AT_ONCE)
-        for (int64_t j = 0; j < turned; j += LANES) {
-            Words words[LANES];
-            for (int64_t lane = 0; lane < LANES; ++lane) words[lane] = load<Words>(rows + (j + lane) * stride + i);
-            transpose(words);
+    const int64_t wide = dim / AT_ONCE * AT_ONCE;
+    for (int64_t j = 0; j < count; j += AT_ONCE)
+        for (int64_t i = 0; i < wide; i += AT_ONCE) {
+            Words words[IN_WORD][LANES];
+            for (int64_t every = 0; every < IN_WORD; ++every) {
+                for (int64_t lane = 0; lane < LANES; ++lane) {
+                    const int64_t row = std::min(j + lane * IN_WORD + every, count - 1);
+                    words[every][lane] = load<Words>(rows + row * stride + i);
+                }
+                transpose(words[every]);
+            }
             for (int64_t word = 0; word < LANES; ++word)
-                store_turned(to + (i + word * IN_WORD) * number + j, number, words[word]);
+                store_turned(to + (i + word * IN_WORD) * number + j, number, words, word, count - j);
         }
-    for (int64_t i = 0; i < dim; ++i)
-        for (int64_t j = i < wide ? turned : 0; j < count; ++j) to[i * number + j] = rows[j * stride + i];
+    for (int64_t i = wide; i < dim; ++i)
+        for (int64_t j = 0; j < count; ++j) to[i * number + j] = rows[j * stride + i];
 }
 
 // Tokens [first, last) whose rows in a part, and slots in a block, follow each other.
@@ -100,13 +140,19 @@ struct Run {
     int64_t first, last;
 };
 
-inline Run next_run(const Placing& placing, int64_t first, int64_t end) {
+// The runs of all tokens, each of them in as few lines of the caches as its tokens have.
+std::vector<Run> runs_of(const Placing& placing) {
     const int64_t *part = placing.tokens, *row = part + placing.count, *slot = row + 2 * placing.count;
-    int64_t last = first + 1;
-    while (last < end && part[last] == part[first] && row[last] == row[last - 1] + 1 && slot[last] == slot[last - 1] + 1 &&
-           slot[last] % placing.block_size)
-        ++last;
-    return {first, last};
+    std::vector<Run> runs;
+    for (int64_t token = 0; token < placing.count; ++token) {
+        const bool goes_on = token && part[token] == part[token - 1] && row[token] == row[token - 1] + 1 &&
+                             slot[token] == slot[token - 1] + 1 && slot[token] % placing.block_size % WINDOW;
+        if (goes_on)
+            runs.back().last = token + 1;
+        else
+            runs.push_back({token, token + 1});
+    }
+    return runs;
 }
 
 template <typename T>
@@ -114,9 +160,9 @@ void copy_rows(const T* rows, int64_t stride, int64_t count, const Cache& cache,
     if (cache.number != 1)
         copy_turned(rows, stride, count, cache.dim, to, cache.number);
     else if (stride == cache.dim && cache.slot == cache.dim)
-        std::memcpy(to, rows, count * cache.dim * sizeof(T));
+        copy_past(rows, count * cache.dim, to);
     else
-        for (int64_t j = 0; j < count; ++j) std::memcpy(to + j * cache.slot, rows + j * stride, cache.dim * sizeof(T));
+        for (int64_t j = 0; j < count; ++j) copy_past(rows + j * stride, cache.dim, to + j * cache.slot);
 }
 
 template <typename T>
@@ -135,7 +181,6 @@ void place_run(const Placing& placing, int64_t layer, int64_t head, Run run, T* 
     const bool direct = keys.number == 1;
     T* const turned = direct ? nullptr : place_in(keys);
     T* const to = direct ? place_in(keys) : rotated;
-    for (int64_t i = 0; turned && i < keys.dim; ++i) __builtin_prefetch(turned + i * keys.number, 1);
     for (int64_t j = 0; j < count; ++j)
         rotate(placing, key + j * part.key_row, positions[run.first + j], keys.dim, to + j * (direct ? keys.slot : keys.dim));
     if (turned) copy_turned(rotated, keys.dim, count, keys.dim, turned, keys.number);
@@ -145,19 +190,17 @@ void place_run(const Placing& placing, int64_t layer, int64_t head, Run run, T* 
 
 template <typename T>
 void place(const Placing& placing) {
-    const int64_t windows = round_up(placing.count, WINDOW) / WINDOW;
+    const std::vector<Run> runs = runs_of(placing);
+    const int64_t count = runs.size();
 #pragma omp parallel num_threads(static_cast<int>(placing.threads))
     {
         const auto rotated = allocate<T>(WINDOW * placing.caches->dim);
 #pragma omp for schedule(static)
-        for (int64_t work = 0; work < placing.layers * placing.heads * windows; ++work) {
-            const int64_t begin = work % windows * WINDOW, end = std::min(begin + WINDOW, placing.count);
-            const int64_t head = work / windows % placing.heads, layer = work / windows / placing.heads;
-            for (Run run = next_run(placing, begin, end);; run = next_run(placing, run.last, end)) {
-                place_run<T>(placing, layer, head, run, rotated.get());
-                if (run.last == end) break;
-            }
-        }
+        for (int64_t work = 0; work < placing.layers * placing.heads * count; ++work)
+            place_run<T>(placing, work / count / placing.heads, work / count % placing.heads, runs[work % count], rotated.get());
+#if defined(__AVX512F__)
+        _mm_sfence();
+#endif
     }
 }
 
