@@ -80,6 +80,56 @@ def test_a_server_may_be_forgotten_before_it_is_asked() -> None:
     run(answer, check)
 
 
+def test_requests_are_given_up_where_a_silent_server_is_not_found_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "SILENT_SECONDS", 0.05)
+    up = True
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if not up:
+            raise httpx.ReadTimeout("silent")
+        return httpx.Response(200, content=json.dumps(REPORT))
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        nonlocal up
+        (backend,) = asked.ready()
+        up = False
+        found.clear()
+        with pytest.raises(TimeoutError), backend.unless_silent():
+            await asyncio.Event().wait()
+        await until_forgotten(asked)
+
+    run(answer, check)
+
+
+def test_a_server_is_asked_again_after_an_answer_that_cannot_be_read() -> None:
+    """As of a login page before it."""
+    well, polls = False, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal polls
+        polls += 1
+        if well:
+            return httpx.Response(200, content=json.dumps(REPORT))
+        return httpx.Response(302, headers={"location": "http:login"})
+
+    async def check(asked: Backends, router: Router, found: list[str]) -> None:
+        nonlocal well
+        (backend,) = asked.known.values()
+        assert (backend.reason, asked.ready()) == ("does not answer (InvalidURL)", [])
+        assert await asked.text(backend, "/status") == ""
+        assert await asked.ask_as({}, backend, "/v1/audit") is None
+        before = polls
+        while polls < before + 3:
+            await asyncio.sleep(0)
+        well = True
+        while not asked.ready():
+            await asyncio.sleep(0)
+
+    run(answer, check)
+
+
 def test_a_server_may_be_forgotten_while_it_is_asked() -> None:
     """What it tells then changes nothing."""
     up, slow = True, ContextVar("slow", default=False)

@@ -318,6 +318,9 @@ ENDING = (
 )
 
 
+NOWHERE = b"HTTP/1.1 302 Found\r\nLocation: http:login\r\nContent-Length: 0\r\n\r\n"
+
+
 @contextmanager
 def failing(answer: bytes, asked_for: list[bytes] | None = None) -> Iterator[str]:
     """A server that is healthy, answers each request with these bytes, and closes; the requests are
@@ -342,7 +345,11 @@ def failing(answer: bytes, asked_for: list[bytes] | None = None) -> Iterator[str
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-@pytest.mark.parametrize("answer", [b"", ENDING, HEADERS], ids=["cut", "draining", "headers"])
+@pytest.mark.parametrize(
+    "answer",
+    [b"", ENDING, HEADERS, NOWHERE],
+    ids=["cut", "draining", "headers", "no address"],
+)
 def test_what_has_no_first_byte_is_tried_elsewhere(
     servers: list[Served], settings: Settings, answer: bytes, path: str
 ) -> None:

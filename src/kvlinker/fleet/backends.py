@@ -33,6 +33,10 @@ SILENT_SECONDS = 30.0
 """The seconds without an answer to any poll after which requests no longer wait for a server: in a
 network partition, no connection breaks."""
 
+UNANSWERED = (httpx.HTTPError, httpx.InvalidURL)
+"""The errors of requests that got no answer; httpx raises InvalidURL for a ``Location`` that is
+none."""
+
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """``starting``: has not answered yet, or brings chunks to memory. ``dead``: does not answer any
 more, or its engine has failed."""
@@ -80,6 +84,11 @@ class Backend:
                 self._waiting.discard(scope)
         if scope.cancelled_caught:
             raise TimeoutError
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while requests wait for it."""
+        return bool(self._waiting)
 
     def note_poll(self, *, answered: bool) -> None:
         """Note whether it has answered a poll."""
@@ -171,12 +180,12 @@ class Backends:
         """Return a server's answer to a caller who brings these headers; None if there is none."""
         try:
             return await self._client.get(backend.url + path, headers=key, timeout=ANSWER_SECONDS)
-        except httpx.HTTPError:
+        except UNANSWERED:
             return None
 
     async def text(self, backend: Backend, path: str) -> str:
         """Return a server's answer at a path; nothing if it does not."""
-        with suppress(httpx.HTTPError):
+        with suppress(*UNANSWERED):
             answer = await self._get(backend, path)
             if answer.status_code == httpx.codes.OK:
                 return answer.text
@@ -207,8 +216,13 @@ class Backends:
             self._begin(self._follow(backend))
 
     async def _follow(self, backend: Backend) -> None:
-        """Ask a server until it is neither found any more nor answers."""
-        while backend.id in self._found or backend.state in ("ready", "draining"):
+        """Ask a server until it is neither found any more nor answers, and no request waits for it:
+        polls say when requests are given up."""
+        while (
+            backend.id in self._found
+            or backend.state in ("ready", "draining")
+            or backend.is_awaited
+        ):
             await asyncio.sleep(POLL_SECONDS)
             await self.ask(backend.id)
         del self.known[backend.id]
@@ -230,7 +244,7 @@ class Backends:
         gone: ReplicaState = "starting" if backend.state == "starting" else "dead"
         try:
             health = await self._get(backend, "/health")
-        except httpx.HTTPError as error:
+        except UNANSWERED as error:
             backend.note_poll(answered=False)
             return gone, f"does not answer ({type(error).__name__})"
         backend.note_poll(answered=True)

@@ -33,7 +33,7 @@ from kvlinker.doors.http.edge.errors import (
     take_request_id,
 )
 from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
-from kvlinker.fleet.backends import Backend, Backends
+from kvlinker.fleet.backends import UNANSWERED, Backend, Backends
 from kvlinker.fleet.naming import PromptOutline, outline_of
 from kvlinker.fleet.router import Decision, Router
 
@@ -192,7 +192,7 @@ class Proxy:
         except httpx.ReadTimeout:  # the same would take as long elsewhere
             await _refuse(ReplicaSlowError("The replica did not answer in time."), request, send)
             return True
-        except (httpx.HTTPError, TimeoutError):
+        except (*UNANSWERED, TimeoutError):
             await self._backends.ask(decision.replica)
             if request.method != "GET" and request.url.path not in _GENERATING and not builds:
                 error = ReplicaLostError("The replica ended before it answered. Try again.")
@@ -241,7 +241,7 @@ async def _answer(
             while begun:
                 await send({"type": "http.response.body", "body": begun, "more_body": True})
                 begun = await anext(rest, b"")
-    except (httpx.HTTPError, TimeoutError):
+    except (*UNANSWERED, TimeoutError):
         logger.warning("A replica was lost in the middle of a stream.")
         last = _last_event(scope)
     await send({"type": "http.response.body", "body": last})
