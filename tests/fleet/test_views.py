@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvlinker.doors.http.app import create_app
 from kvlinker.doors.http.fields.server_status import ServerStatus
 from kvlinker.fleet.metrics import exposition
-from kvlinker.fleet.views import summed
+from kvlinker.fleet.views import read_answers, summed
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 from tests.doors.http.serving import Served, listening, serving, tiny_model, tiny_settings
@@ -95,6 +95,8 @@ def test_sums_are_those_of_the_replicas_that_there_are() -> None:
         ({"a": told_by(10, 1), "b": told_by(5, 2)}, {"a": 10, "b": 5}, 3),
         ({"a": told_by(12, 1)}, {"a": 12}, 1),
         ({"a": "no metrics {", "b": told_by(1, 4)}, {"b": 1}, 4),
+        ({"a": 'x{a="b", ="d"} 1.0\n', "b": told_by(1, 4)}, {"b": 1}, 4),
+        ({"a": told_by(2, 1) + "x 1 1e999\n", "b": told_by(1, 4)}, {"a": 2, "b": 1}, 5),
     )
     for texts, requests, at_once in steps:
         seen = figures(exposition(texts))
@@ -106,6 +108,12 @@ def test_sums_are_those_of_the_replicas_that_there_are() -> None:
         } == requests
         summed = {name for name, _ in seen if name.startswith("kvlinker:fleet_")}
         assert summed == {running}
+
+
+def test_answers_of_another_version_are_left_out() -> None:
+    known = summed([], 0)
+    texts = [known.model_dump_json(), "{}", "<html>", known.model_dump_json()]
+    assert read_answers(ServerStatus, texts) == [known, known]
 
 
 def test_a_fleet_without_servers(settings: Settings) -> None:

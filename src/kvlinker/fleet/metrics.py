@@ -39,7 +39,7 @@ def exposition(texts: Mapping[str, str]) -> bytes:
     for replica, text in texts.items():
         try:
             told[replica] = list(text_string_to_metric_families(text))
-        except ValueError:  # not Prometheus' format
+        except (ValueError, IndexError):  # not Prometheus' format
             continue
     registry = CollectorRegistry()
     registry.register(_Families(_labelled(told)))
@@ -63,13 +63,7 @@ def _labelled(told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
                 family.name, Metric(family.name, family.documentation, family.type)
             )
             for sample in family.samples:
-                joined.add_sample(
-                    sample.name,
-                    {**sample.labels, "replica": replica},
-                    sample.value,
-                    sample.timestamp,
-                    sample.exemplar,
-                )
+                joined.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
     return list(labelled.values())
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -27,6 +27,8 @@ from kvlinker.fleet.audit import pooled
 from kvlinker.fleet.backends import Backends, ReplicaState
 from kvlinker.fleet.metrics import exposition
 from kvlinker.fleet.router import Router
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class ReplicaStatus(BaseModel):
@@ -68,7 +70,7 @@ def routes(router: Router, backends: Backends) -> APIRouter:
         """Return the state of all replicas."""
         texts = await asyncio.gather(*(backends.text(each, "/status") for each in backends.ready()))
         return FleetStatus(
-            **summed(read_statuses(texts), started_at).model_dump(),
+            **summed(read_answers(ServerStatus, texts), started_at).model_dump(),
             replicas=[
                 ReplicaStatus(
                     id=each.id,
@@ -109,12 +111,15 @@ def routes(router: Router, backends: Backends) -> APIRouter:
             *(backends.ask_as(key, each, "/v1/audit") for each in backends.ready())
         )
         told = [answer for answer in answers if answer is not None]
-        found = [AuditObject.model_validate_json(each.content) for each in told if each.is_success]
+        found = read_answers(AuditObject, (each.text for each in told if each.is_success))
         if found:
             return JSONResponse(pooled(found).model_dump())
-        if told:
-            return Response(told[0].content, told[0].status_code, media_type="application/json")
-        raise EngineClosedError("Nobody can answer: no replica is ready. Try again in a moment.")
+        if refused := [each for each in told if not each.is_success]:
+            first = refused[0]
+            return Response(first.content, first.status_code, media_type="application/json")
+        raise EngineClosedError(
+            "Nobody can answer: no replica of this version is ready. Try again in a moment."
+        )
 
     @shown.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -128,13 +133,14 @@ def routes(router: Router, backends: Backends) -> APIRouter:
     return shown
 
 
-def read_statuses(texts: Iterable[str]) -> list[ServerStatus]:
-    """Read servers' answers at /status, without invalid ones."""
-    statuses = []
+def read_answers(kind: type[Answer], texts: Iterable[str]) -> list[Answer]:
+    """Read servers' answers of a ``kind``, without those that are none: of other versions, or of
+    what stands before a server."""
+    answers = []
     for text in texts:
         with suppress(ValidationError):
-            statuses.append(ServerStatus.model_validate_json(text))
-    return statuses
+            answers.append(kind.model_validate_json(text))
+    return answers
 
 
 def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
