@@ -251,3 +251,52 @@ def test_a_server_that_hangs_is_not_asked_for_tokens() -> None:
 
     assert len(asyncio.run(outline()).beginnings) == 2
     assert asked == ["well"]
+
+
+class Sent:
+    """A socket on which these payloads arrive, and the end after them."""
+
+    def __init__(self, *payloads: bytes) -> None:
+        self._messages = [[b"", n.to_bytes(8), payload] for n, payload in enumerate(payloads)]
+
+    async def recv_multipart(self) -> list[bytes]:
+        if not self._messages:
+            raise EOFError
+        return self._messages.pop(0)
+
+
+def test_events_that_cannot_be_read_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, added = batch(stored(*range(BLOCK), extra_keys=[["some"]])), []
+    router, url = Router(), "http://one"
+    monkeypatch.setattr(router, "note_beginnings", lambda _, new, __: added.extend(new))
+    sent: Any = Sent(
+        b"no batch",
+        known.replace(b"some", b"\xff" * 4),
+        known.replace(b"\xa4some", b"\x91" * 100_000 + b"\x00"),
+        batch(stored(*range(BLOCK))),
+    )
+
+    async def follow() -> None:
+        async with httpx.AsyncClient() as client:
+            await KVEvents(router, client, {url: ""})._follow(sent, url)
+
+    with pytest.raises(EOFError):
+        asyncio.run(follow())
+    assert added == names(*range(BLOCK))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no JSON", b"[]", b'{"prompt": %s%s}' % (b"[" * 9999, b"]" * 9999)],
+    ids=["no JSON", "no object", "deep"],
+)
+def test_the_replica_says_what_is_no_prompt(body: bytes) -> None:
+    async def outline() -> PromptOutline:
+        async with httpx.AsyncClient() as client:
+            events = KVEvents(Router(), client, {"http://one": ""})
+            events._chains["http://one"].block_size = BLOCK
+            return await events.outline(
+                PromptOutline(), "/v1/completions", body, {}, ready={"http://one"}
+            )
+
+    assert asyncio.run(outline()) == PromptOutline()

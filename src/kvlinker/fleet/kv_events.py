@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
+from kvlinker.fleet.backends import UNANSWERED
 from kvlinker.fleet.naming import PromptOutline
 from kvlinker.fleet.router import Router
 
@@ -203,9 +204,9 @@ class KVEvents:
                         answer.json()["tokens"], chains.block_size, asked.get("cache_salt")
                     )
                     return replace(prompt, beginnings=found)
-                except httpx.HTTPError:
+                except UNANSWERED:
                     continue
-                except (ValueError, LookupError, TypeError, AttributeError):
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     break  # no prompt, which its replica says
         return prompt
 
@@ -223,7 +224,7 @@ class KVEvents:
             expected = int.from_bytes(number) + 1
             try:
                 changes.append(chains.take(payload))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 logger.warning("Replica %s: an event that is not known: %s", replica, error)
             for stored, removed in changes:
                 self._router.note_beginnings(replica, stored, removed)

@@ -3,6 +3,7 @@ Serve's controller calls it, and keeps its results within bounds and delays."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -70,18 +71,21 @@ class Load:
         """``requests`` counts those under way."""
         self._requests = requests
         self._clock = clock
+        self._lock = threading.Lock()  # guards what follows: Ray asks in a thread of its own
         self._first_tokens: deque[tuple[float, float]] = deque()  # when, and seconds
 
     def first_token(self, seconds: float) -> None:
         """Note the time that a request's first token took."""
-        self._first_tokens.append((self._clock(), seconds))
-        self._forget_old()
+        with self._lock:
+            self._first_tokens.append((self._clock(), seconds))
+            self._forget_old()
 
     def figures(self) -> dict[str, float]:
         """Return how many requests are under way, and the time to the first token in seconds; 0 if
         there was none of late."""
-        self._forget_old()
-        seconds = sorted(each for _, each in self._first_tokens)
+        with self._lock:
+            self._forget_old()
+            seconds = sorted(each for _, each in self._first_tokens)
         late = seconds[int(PERCENTILE * (len(seconds) - 1))] if seconds else 0.0
         return {REQUESTS: float(self._requests()), TTFT: late}
 
