@@ -17,7 +17,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.embedded.attention.kernels import step_kernel
 from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
-from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
+from kvlinker.engines.embedded.execution.compiled.compiled_step import CompiledStep
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan

@@ -18,7 +18,7 @@ from kvlinker.engines.contract.contract import Failed, Finished, GenerationReque
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_dots import native_dots
 from kvlinker.engines.embedded.engine import EmbeddedEngine
-from kvlinker.engines.embedded.execution.compiled_step import step_function
+from kvlinker.engines.embedded.execution.compiled.compiled_step import step_function
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.norms import native_norm

@@ -26,6 +26,7 @@ from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
@@ -36,6 +37,9 @@ from kvlinker.store.holds import Holds
 from kvlinker.store.loading.arriving import ArrivingKV
 
 LAYERS = 3
+PIECE_LAYERS = 40
+"""The layers that a piece of a prompt is computed by."""
+
 CHUNK_BYTES = 4
 LAYER = LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
 NOTHING_DROPPED = SimpleNamespace(dropped=(), error=None)
@@ -176,10 +180,38 @@ class FakeRunner(Runner):
         self.timing = timing
         self.steps: list[Batch] = []
         self.misplaced: list[TokenSequence] = []
+        self.pieces: list[Batch] = []
+        """Of which all layers were computed."""
+
+        self.begun: tuple[Batch, int] | None = None
+        """The piece of which some layers are computed, and how many."""
+
+    def takes_layers(self, batch: Batch) -> bool:
+        return batch.is_plain
+
+    def go_on(self, batch: Batch, until: float) -> StepResult | None:
+        done = self.begun[1] if self.begun is not None and self.begun[0] is batch else 0
+        while True:
+            done += 1
+            taken = self.timing.compute_layer(batch)
+            if done == PIECE_LAYERS:
+                break
+            if self.timing.now + taken / 2 > until:
+                self.begun = batch, done
+                return None
+        self.begun = None
+        self.pieces.append(batch)
+        return self._result(batch)
+
+    def drop_layers(self) -> None:
+        self.begun = None
 
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         self.steps.append(batch)
         self.timing.compute(batch)
+        return self._result(batch)
+
+    def _result(self, batch: Batch) -> StepResult:
         slots = self.pool.tokens
         left: dict[object, int] = {}
         for owner, chunk in batch.shared():
@@ -246,6 +278,14 @@ class Timing:
         self.taken.append(self.constant + seconds)
         self.now += self.taken[-1]
 
+    def compute_layer(self, batch: Batch) -> float:
+        """Let the time pass that a layer of a piece of a prompt takes, and return it."""
+        beside = TokenCost(self.strain * self.per_token, self.strain * self.per_pair, self.per_read)
+        cost = beside.of([(run.start, run.end) for run in batch.runs])
+        taken = (self.constant + cost) / PIECE_LAYERS
+        self.now += taken
+        return taken
+
     def clock(self) -> float:
         return self.now
 
@@ -291,9 +331,11 @@ class Simulation:
         slo_ttft=None,
         seconds_per_token=None,
         resident="",
+        piece_tokens=0,
     ):
         """``known`` says that the ``timing`` was measured before. ``resident`` are the keys of the
-        chunks that are in memory whether they are held or not."""
+        chunks that are in memory whether they are held or not. ``piece_tokens`` are the most of a
+        piece whose layers are computed apart; 0 for none."""
         self.loads: list[Work] = []
         self.slots = SequenceSlots(slots)
         self.holds = Holds([HostTier(memory, Events())])
@@ -304,6 +346,7 @@ class Simulation:
             speeds.note("decode model", [timing.constant])
             speeds.note("beside model", [1.0, timing.per_read])
         self.throughput = ComputeThroughput(FakeCost(), speeds) if timing else NoThroughput()
+        self.runner = FakeRunner(slots, self.timing)
         self.scheduler = Scheduler(
             self.slots,
             self.note_load,
@@ -319,11 +362,14 @@ class Simulation:
                 self.throughput,
                 max_step_tokens=max_step_tokens,
                 seconds_per_token=seconds_per_token,
+                pieces=LayeredPieces(
+                    self.runner.takes_layers if piece_tokens else lambda batch: False,
+                    most_tokens=piece_tokens,
+                ),
             ),
             max_running=max_running,
         )
         self.max_step_tokens = max_step_tokens
-        self.runner = FakeRunner(slots, self.timing)
         self.loop = EngineLoop(
             self.scheduler,
             self.runner,
@@ -369,12 +415,12 @@ class Simulation:
 
     def step(self):
         """The batch that was computed, if there was one."""
-        before = len(self.runner.steps)
+        before, began = len(self.runner.steps), self.timing.now
         self.loop._turn()
         self.scheduler.check_integrity()
         assert not self.runner.misplaced, "KV lost or misplaced"
         if len(self.runner.steps) == before:
-            return None
+            return Batch((), {}) if self.timing.now > began else None
         batch = self.runner.steps[-1]
         indivisible = sum(len(run.tokens) for run in batch.runs if run.refinement is not None)
         assert len(batch.tokens) - indivisible <= self.max_step_tokens

@@ -44,6 +44,7 @@ from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import StepComposer
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, throughput_name
@@ -169,6 +170,7 @@ class EmbeddedEngine:
                 fingerprint=loaded.fingerprint,
                 token_bytes=loaded.kv_bytes_per_token,
             )
+        step_tokens = settings.max_step_tokens or (CPU_STEP_TOKENS if on_host else STEP_TOKENS)
         self.scheduler = Scheduler(
             SequenceSlots(
                 slots,
@@ -184,9 +186,12 @@ class EmbeddedEngine:
             ),
             composer=StepComposer(
                 throughput,
-                max_step_tokens=settings.max_step_tokens
-                or (CPU_STEP_TOKENS if on_host else STEP_TOKENS),
+                max_step_tokens=step_tokens,
                 seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
+                pieces=LayeredPieces(
+                    self.runner.takes_layers,
+                    most_tokens=min(self.runner.most_layered_tokens, step_tokens),
+                ),
             ),
             max_running=settings.max_running,
         )

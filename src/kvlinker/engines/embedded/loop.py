@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
 from kvlinker.engines.embedded.scheduling.composition import Step
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPiece
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -122,6 +124,10 @@ class EngineLoop:
         self.outbox = Outbox()
         """Keeps events for callers until the model is about to compute."""
 
+        self._piece: LayeredPiece | None = None
+        """Of whose layers some are computed, in so many seconds."""
+
+        self._piece_seconds = 0.0
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
         """How long the last steps took, in order."""
 
@@ -158,15 +164,17 @@ class EngineLoop:
         began, began_cpu = self._clock(), time.thread_time()
         self._tell_cancelled()
         step = self._scheduler.next_step()
+        self._drop_old_piece()
         if step is None:
             self.outbox.flush()
             return
         inside = self._run(step)
+        self._drop_old_piece()
         if inside is not None:
             seconds, cpu = inside
             self.times.append(
                 StepTime(
-                    len(step.requests),
+                    len(step.requests) + (step.piece is not None),
                     sum(len(run.tokens) for run in step.batch.runs),
                     seconds,
                     self._clock() - began - seconds,
@@ -175,9 +183,10 @@ class EngineLoop:
             )
 
     def _run(self, step: Step) -> tuple[float, float] | None:
-        """Compute a step, and go on with its requests. Returns the seconds of the forward pass, by
-        the clock and of this thread; None where it failed."""
-        for request in step.requests:
+        """Compute a step, and go on with its requests. Returns the seconds of the forward passes,
+        by the clock and of this thread; None where one failed."""
+        working = (*step.requests, *(() if step.piece is None else (step.piece.request,)))
+        for request in working:
             request.mark_started()
         for _, chunk in step.batch.shared():
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
@@ -185,24 +194,52 @@ class EngineLoop:
         self._ahead()
         self.outbox.flush()
         begin, begin_cpu = self._clock(), time.thread_time()
+        result = StepResult({}, {}, {})
+        computing = step.requests
         try:
             with self._computing():
-                result = self._runner.step(step.batch, self._scheduler.wait_in_step)
+                if step.batch.runs:
+                    result = self._runner.step(step.batch, self._scheduler.wait_in_step)
+                    if result.is_usual:
+                        self._throughput.note(step.batch, self._clock() - begin)
+                if step.piece is not None:
+                    computing = (step.piece.request,)
+                    result = self._with_layers(step.piece, begin + step.seconds, result)
         except Exception as error:
             logger.exception("A step failed; its requests are given up.")
-            for request in step.requests:
+            for request in computing:
                 failed = KVLinkerError(f"The model failed on this request: {type(error).__name__}.")
                 self._end(request, self._failure(request, failed))
-            return None
+            if computing is step.requests:
+                return None
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
-        if result.is_usual:
-            self._throughput.note(step.batch, seconds)
         self._restart_who_left(step, result)
         self._tell_cancelled()
-        for request in step.requests:
+        for request in working:
             if request.state is RequestState.RUNNING:
                 self._go_on(request, result)
         return seconds, cpu
+
+    def _with_layers(self, piece: LayeredPiece, until: float, result: StepResult) -> StepResult:
+        """Compute layers of a piece of a prompt until then, and return the step's result with that
+        of the piece, once all are computed."""
+        if self._piece is not piece:
+            self._piece, self._piece_seconds = piece, 0.0
+        begin = self._clock()
+        found = self._runner.go_on(piece.batch, until)
+        self._piece_seconds += self._clock() - begin
+        if found is None:
+            return result
+        self._throughput.note_piece(piece.batch, self._piece_seconds)
+        self._scheduler.finish_piece(piece)
+        self._piece = None
+        return replace(result, logits=result.logits | found.logits)
+
+    def _drop_old_piece(self) -> None:
+        """Have the runner hold nothing of a piece whose request has ended or lost its slots."""
+        if self._piece is not None and self._piece is not self._scheduler.piece:
+            self._runner.drop_layers()
+            self._piece = None
 
     def _restart_who_left(self, step: Step, result: StepResult) -> None:
         """Have the requests that left the step begin again later. To be called before any request

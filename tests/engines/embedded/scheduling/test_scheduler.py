@@ -664,6 +664,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests of all kinds arrive, load, arrive late, are lost, cancelled, preempted and end, in
     any order."""
 
+    per_token = Timing.per_token
+    piece_tokens = 0
+
     def __init__(self):
         super().__init__()
         self.growth, slots_module.GROWTH = (
@@ -676,9 +679,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=5,
             max_waiting=12,
             memory=2 * CHUNK_BYTES,
-            timing=Timing(),
+            timing=Timing(per_token=self.per_token),
             known=True,
             resident="d",
+            piece_tokens=self.piece_tokens,
         )
         self.works = []
         self.kvs = []
@@ -802,13 +806,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.simulation.holds.nbytes == 0
 
 
+class LayeredMachine(SchedulerMachine):
+    """Prompts are slow, so that most are computed by pieces beside requests that decode."""
+
+    per_token = 0.05
+    piece_tokens = 12
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLayeredMachine = LayeredMachine.TestCase
+TestLayeredMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow
-def test_the_machine_for_long():
+@pytest.mark.parametrize("machine", [SchedulerMachine, LayeredMachine])
+def test_the_machine_for_long(machine):
     run_state_machine_as_test(
-        SchedulerMachine,
+        machine,
         settings=settings(max_examples=250, stateful_step_count=40, deadline=None),
     )

@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.execution.batch import (
     StepResult,
     VisibleKV,
 )
-from kvlinker.engines.embedded.execution.compiled_step import step_function
+from kvlinker.engines.embedded.execution.compiled.compiled_step import step_function
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState

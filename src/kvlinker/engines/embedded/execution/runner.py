@@ -15,7 +15,8 @@ from kvlinker.base.profiling import Profile
 from kvlinker.engines.embedded.attention.kernels import choose_kernel, step_kernel
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
-from kvlinker.engines.embedded.execution.compiled_step import CompiledStep
+from kvlinker.engines.embedded.execution.compiled.compiled_step import CompiledStep
+from kvlinker.engines.embedded.execution.compiled.layered_pass import LayeredPass
 from kvlinker.engines.embedded.execution.forward_pass import EmptyStepError, ForwardPass
 from kvlinker.engines.embedded.execution.late_layers import WaitInStep, never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
@@ -75,6 +76,7 @@ class Runner:
         modules' then."""
 
         self._compiled: CompiledStep | None = None
+        self._layered: tuple[Batch, LayeredPass] | None = None
         self.graphed: GraphedSteps | None = None
         if isinstance(program, Capturable):
             self.graphed = self._graphs(program.windows)
@@ -113,6 +115,38 @@ class Runner:
             self._logits, self._anatomy.layers, windows, self.pool, self.kernel, self._ahead
         )
 
+    @property
+    def most_layered_tokens(self) -> int:
+        """The most tokens of a batch of which ``go_on`` computes layers; 0 if it takes none."""
+        return 0 if self._compiled is None else self._compiled.most_rows
+
+    def takes_layers(self, batch: Batch) -> bool:
+        """Return whether ``go_on`` takes the batch."""
+        if self._compiled is None or self._is_listened_to:
+            return False
+        return self._compiled.takes_layers(batch)
+
+    @torch.inference_mode()
+    def go_on(self, batch: Batch, until: float) -> StepResult | None:
+        """Compute some layers, at least one, of a batch for which ``takes_layers`` is true, until
+        about ``until``, in seconds of ``time.perf_counter``. Returns the result once all are
+        computed, and None before. Another batch takes the place of one that is not done."""
+        assert self._compiled is not None, "steps are computed by modules"
+        if self._layered is None or self._layered[0] is not batch:
+            self._layered = batch, self._compiled.begin(batch)
+        result = self._layered[1].go_on(until)
+        if result is not None:
+            self._layered = None
+        return result
+
+    def drop_layers(self) -> None:
+        """End the pass of a batch that does not go on, if there is one."""
+        self._layered = None
+
+    @property
+    def _is_listened_to(self) -> bool:
+        return self.kernel is not self._chosen or self.profile is not None
+
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         """Compute all runs, except those of owners whose chunks lack a layer when it is to be
@@ -121,8 +155,7 @@ class Runner:
         If all owners would leave, ``wait`` is called first.
         """
         quick = self._compiled or self.graphed
-        listened = self.kernel is not self._chosen or self.profile is not None
-        if quick is not None and not listened:
+        if quick is not None and not self._is_listened_to:
             computed = quick.compute(batch)
             if computed is not None:
                 return computed

@@ -303,6 +303,16 @@ class TokenSequence:
         A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since
         what it keeps depends on all of its tokens and on no others.
         """
+        runs, visible, self._pending = self._next(budget)
+        return runs, visible
+
+    def peek(self, budget: int) -> tuple[list[Run], VisibleKV]:
+        """Return what ``take`` would of what is not ``indivisible``, and mark nothing as done."""
+        assert not self.indivisible
+        return self._next(budget)[:2]
+
+    def _next(self, budget: int) -> tuple[list[Run], VisibleKV, list[Range]]:
+        """Return the next runs, what they see, and what is left to compute behind them."""
         assert self.spans is not None
         refining: Refining | None = None
         if not self._begun:
@@ -314,18 +324,19 @@ class TokenSequence:
                 self.refinement = refining.refinement
                 budget = self.prompt_length
         taken: list[Range] = []
-        while self._pending and budget > 0:
-            begin, end = self._pending[0]
+        left = list(self._pending)
+        while left and budget > 0:
+            begin, end = left[0]
             if begin >= self.prompt_length and (refining or self._ends_prompt(taken)):
                 break
             stop = min(end, begin + budget)
             taken.append((begin, stop))
             budget -= stop - begin
             if stop == end:
-                self._pending.pop(0)
+                left.pop(0)
             else:
-                self._pending[0] = (stop, end)
-        wants_logits = self.computed and self.capture is None and self.probe is None
+                left[0] = (stop, end)
+        wants_logits = not left and self.capture is None and self.probe is None
         runs = [
             Run(
                 self._slots(begin, end),
@@ -341,7 +352,7 @@ class TokenSequence:
             for begin, end in taken
         ]
         seen = self._own_before(taken[-1][1]) if taken else 0
-        return runs, VisibleKV(
+        visible = VisibleKV(
             self._shared,
             tuple(cut(self.spans, 0, seen)),
             self._own[:seen],
@@ -349,6 +360,7 @@ class TokenSequence:
             self.state,
             self._marks if self.probe is None else (),
         )
+        return runs, visible, left
 
     def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the slots of its own tokens at the positions [begin, end)."""

@@ -3,12 +3,14 @@ take."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlinker.engines.embedded.execution.batch import Batch, Run, VisibleKV
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPiece, LayeredPieces
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 from kvlinker.linking.plan import Range
 
@@ -49,10 +51,19 @@ ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one step: runs to compute for ``requests``."""
+    """The work of one step: runs to compute for ``requests``, and layers of a ``piece`` behind
+    them."""
 
     batch: Batch
     requests: tuple[Request, ...]
+    piece: LayeredPiece | None = None
+    seconds: float = math.inf
+    """How long the step may take, layers of the piece included."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to compute."""
+        return not self.batch.runs and self.piece is None
 
 
 @dataclass(slots=True)
@@ -67,6 +78,9 @@ class _Budget:
 
     tokens: int
     """The number of tokens that may still be taken."""
+
+    step_seconds: float = math.inf
+    """How long the whole step may take."""
 
     def fitting(self, request: Request, share: float = 1.0) -> int:
         """Return how many of the request's next tokens fit into this share; of an indivisible
@@ -105,6 +119,9 @@ class StepComposer:
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with
     its target, so that the mean time per token keeps it.
 
+    A long prompt beside requests that decode is computed in pieces of more tokens than fit into a
+    step, some layers in each (``LayeredPieces``), where the engine can do that.
+
     The scheduler calls the methods under its lock.
     """
 
@@ -114,10 +131,13 @@ class StepComposer:
         *,
         max_step_tokens: int,
         seconds_per_token: float | None = None,
+        pieces: LayeredPieces,
     ) -> None:
         """``max_step_tokens`` is the most tokens of a step, ``seconds_per_token`` the target for
-        requests that decode; None to take ``IDLE_MULTIPLE``."""
+        requests that decode; None to take ``IDLE_MULTIPLE``. ``pieces`` chooses what is computed
+        some layers at a time."""
         self._throughput = throughput
+        self.pieces = pieces
         self._max_step_tokens = max_step_tokens
         self._seconds_per_token = seconds_per_token
         self._mixed = 0  # steps in a row that both prefill and decode
@@ -133,18 +153,19 @@ class StepComposer:
         """Take the next tokens of ``running`` requests, and mark them as done; the step may be
         empty."""
         wanted = [request for request in running if request.kind is not ResultKind.BACKGROUND]
-        granted = (
-            self._grant(wanted)
-            if wanted
-            else [(request, self._background_piece(request)) for request in running]
-        )
+        piece, seconds = None, math.inf
+        if wanted:
+            granted, piece, seconds = self._grant(wanted)
+        else:
+            granted = [(request, self._background_piece(request)) for request in running]
         runs: list[Run] = []
         visible_kv: dict[object, VisibleKV] = {}
         for request, tokens in granted:
             sequence = sequence_of(request)
             taken, visible_kv[sequence] = sequence.take(tokens)
             runs += taken
-        return Step(Batch(tuple(runs), visible_kv), tuple(request for request, _ in granted))
+        requests = tuple(request for request, _ in granted)
+        return Step(Batch(tuple(runs), visible_kv), requests, piece, seconds)
 
     def _background_piece(self, request: Request) -> int:
         """Return how many of the next tokens of a request in the background a step computes."""
@@ -153,8 +174,11 @@ class StepComposer:
         affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
         return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
 
-    def _grant(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Return how many tokens of which ``running`` requests the step computes."""
+    def _grant(
+        self, running: Sequence[Request]
+    ) -> tuple[list[tuple[Request, int]], LayeredPiece | None, float]:
+        """Return how many tokens of which ``running`` requests the step computes, of which piece it
+        computes layers, and how many seconds it may take with them."""
         decoding = [request for request in running if sequence_of(request).decoding][
             : self._max_step_tokens
         ]
@@ -165,14 +189,43 @@ class StepComposer:
         ]
         budget = self._budget(decoding, prompts)
         granted = [(request, 1) for request in decoding]
+        piece = self.pieces.piece
         if prompts:
-            shared = _divide(budget, self._in_order(prompts))
+            ordered = self._in_order(prompts)
+            if piece is None and budget.amount > 0 and budget.cost is not ONE_PER_TOKEN:
+                piece = self.pieces.begin(ordered, budget.cost, budget.amount)
+            if piece is None:
+                shared = _divide(budget, ordered)
+            elif decoding:
+                shared = self._divide_beside(piece, budget, ordered)
+            else:
+                shared = _divide(budget, [each for each in ordered if each is not piece.request])
             self._note_served(shared)
             self._mixed = self._mixed + 1 if decoding and shared else 0
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
                 self._owed += max(0.0, -budget.amount)
             granted += shared
-        return granted
+        return granted, piece, budget.step_seconds
+
+    def _divide_beside(
+        self, piece: LayeredPiece, budget: _Budget, ordered: Sequence[Request]
+    ) -> list[tuple[Request, int]]:
+        """Divide the budget among a piece and the prompts that come before its own. The piece gets
+        ``ELDEST_SHARE`` of it, or what is left; as much goes to the prompt whose turn came first,
+        if that comes behind and gets no pieces."""
+        place = ordered.index(piece.request)
+        ahead, behind = ordered[:place], ordered[place + 1 :]
+        eldest = min(ordered, key=lambda request: request.turn)
+        share = max(0.0, ELDEST_SHARE * budget.amount)
+        shared = []
+        if eldest in behind and not self.pieces.suits(eldest, budget.cost, budget.amount):
+            shared = _divide(_Budget(budget.cost, share, budget.tokens), [eldest])
+            for request, tokens in shared:
+                budget.spend(request, tokens)
+        budget.amount -= share
+        shared += _divide(budget, ahead)
+        self._served[piece.request.tenant] += share + max(0.0, budget.amount)
+        return shared
 
     def _budget(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> _Budget:
         """Return the budget of ``prompts``, in addition to the requests that decode."""
@@ -185,7 +238,7 @@ class StepComposer:
         positions = [part for request in decoding for part in sequence_of(request).pending]
         idle = self._throughput.decode_seconds(positions)
         if idle is None or self._mixed >= MIXED_STEPS:
-            return _Budget(cost, 0.0, tokens)  # this step measures it
+            return _Budget(cost, 0.0, tokens, idle or 0.0)  # this step measures it
         behind = _last_tokens(prompts, SOON_STEPS * idle)[1:]
         soon = self._throughput.decode_seconds([*positions, *behind])
         target = self._seconds_per_token or IDLE_MULTIPLE * (soon or idle)
@@ -193,7 +246,7 @@ class StepComposer:
         self.prompt_share = seconds / (idle + seconds)
         paid = min(self._owed, seconds)
         self._owed -= paid
-        return _Budget(cost, seconds - paid, tokens)
+        return _Budget(cost, seconds - paid, tokens, idle + seconds - paid)
 
     def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
         """Order prompts: those of the tenant that was served least come first, of one tenant's the
@@ -255,7 +308,7 @@ def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:
 def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
     """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go
     to one."""
-    if budget.amount <= 0 or budget.tokens <= 0:
+    if not prompts or budget.amount <= 0 or budget.tokens <= 0:
         return []
     eldest = min(prompts, key=lambda request: request.turn)
     reserved = max(min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE))

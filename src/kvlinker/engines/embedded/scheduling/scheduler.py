@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.composition import Step, StepComposer, sequence_of
 from kvlinker.engines.embedded.scheduling.fetching import FetchQueue
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPiece
 from kvlinker.engines.embedded.scheduling.lines import latest_first
 from kvlinker.engines.embedded.scheduling.queues import RequestQueues
 from kvlinker.engines.embedded.scheduling.running import RunningRequests
@@ -228,7 +229,18 @@ class Scheduler(RequestQueues):
             for request in step.requests:
                 self._admission.note_progress(request)
             self._in_step = frozenset(step.requests)
-            return step if step.batch.runs else None
+            return None if step.is_empty else step
+
+    def finish_piece(self, piece: LayeredPiece) -> None:
+        """Mark the tokens of a piece of a prompt as done, all of whose layers are computed."""
+        with self._lock:
+            self._composer.pieces.finish(piece)
+            self._admission.note_progress(piece.request)
+
+    @property
+    def piece(self) -> LayeredPiece | None:
+        """The piece of a prompt of which some layers are computed, while its request runs."""
+        return self._composer.pieces.piece
 
     def find_prefix(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
@@ -316,6 +328,7 @@ class Scheduler(RequestQueues):
                 f"a request that is {request.state.value} cannot become {state.value}"
             )
         if request.state is RequestState.RUNNING:
+            self._composer.pieces.drop(request)
             heir = self._heir(request) if state is RequestState.FINISHED else None
             self._running.remove(request, heir)
             if heir is not None:

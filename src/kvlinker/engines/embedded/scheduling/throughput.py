@@ -161,6 +161,14 @@ class ComputeThroughput:
                 constant = min(self._constant() or 0.0, (1 - _LEAST_CONSTANT) * seconds)
                 self._follow(amounts, seconds - constant)
 
+    def note_piece(self, batch: Batch, seconds: float) -> None:
+        """Note that all layers of a piece of a prompt took ``seconds``, in steps with requests that
+        decode. It reads the weights itself, as a step that only decodes does."""
+        ranges = [(run.start, run.end) for run in batch.runs]
+        constant = self._constant()
+        if constant is not None and seconds > constant:
+            self._note_beside(_amounts(ranges), _read(ranges), seconds - constant, constant)
+
     def seconds(self, ranges: Sequence[Range]) -> float | None:
         """Predict the seconds of computing these positions [begin, end) of a prompt in one step;
         None with nothing measured."""
@@ -233,13 +241,20 @@ class ComputeThroughput:
     ) -> None:
         """Update the cost of pieces of prompts by a step that also decodes; the less of them, the
         less it says."""
-        known, alone = self._known(), self.decode_seconds(decoded)
-        if known is None or alone is None:
+        alone = self.decode_seconds(decoded)
+        if alone is not None:
+            self._note_beside(prompts, read, seconds - alone, alone)
+
+    def _note_beside(self, prompts: Vector, read: int, seconds: float, alone: float) -> None:
+        """Update the cost of pieces of prompts by the ``seconds`` that some took; the shorter that
+        is than a step that is ``alone``, the less it says."""
+        known = self._known()
+        if known is None:
             return
         costs = self._piece_costs(known)
         parts = costs * np.array([known @ prompts, read])
         expected = parts.sum()
-        ratio = min(max((seconds - alone) / expected, 1 / _MOST_STRAIN), _MOST_STRAIN)
+        ratio = min(max(seconds / expected, 1 / _MOST_STRAIN), _MOST_STRAIN)
         weight = _MIXED_WEIGHT * min(1.0, expected / alone)
         changed = costs * ratio ** (
             weight * parts / expected

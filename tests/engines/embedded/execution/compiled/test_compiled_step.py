@@ -12,17 +12,16 @@ from kvlinker.engines.contract.observation import QuestionProbe
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.execution.batch import Batch, OwnTokens, Run, VisibleKV
-from kvlinker.engines.embedded.execution.compiled_step import (
+from kvlinker.engines.embedded.execution.batch import Batch
+from kvlinker.engines.embedded.execution.compiled.bound_program import BoundProgram
+from kvlinker.engines.embedded.execution.compiled.compiled_step import (
     FEWEST_ROWS,
     MOST_ROWS,
     CompiledStep,
-    _Bound,
     step_function,
 )
-from kvlinker.engines.embedded.execution.runner import Runner
-from kvlinker.engines.embedded.execution.step_structures import NativeStep
-from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.execution.compiled.step_structures import NativeStep
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.recording.module_calls import BoundModule
 from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
@@ -38,6 +37,7 @@ from kvlinker.engines.embedded.model.weights.matrices import BlockedMatrix, Pack
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
+from tests.engines.embedded.execution.batches import prompt_batch, runner_of
 from tests.toy_models import tiny_model
 
 pytestmark = [
@@ -80,7 +80,7 @@ def test_operations_are_pytorchs(kind, width, dtype):
     one = Place(given, 0, width, 0, 1, wide)
     operation = Calculation(kind, True, 1, width, output, one, epsilon=1e-5)
     buffers = (Buffer(size * dtype.itemsize, True),)
-    bound = _Bound(Program((operation,), buffers, output, size, ()), [], [], _pool(), rows)
+    bound = BoundProgram(Program((operation,), buffers, output, size, ()), [], [], _pool(), rows)
     operations = ctypes.addressof(bound.operations)
     step_function()(NativeStep(operations=operations, count=1, rows=rows, wanted=rows, threads=1))
     relative = 1e-5 if wide else 2**-7
@@ -96,24 +96,6 @@ def llama():
     return prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer())
 
 
-def runner_of(loaded, *, compiled=True, slots=2048):
-    pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
-    return Runner(loaded.model, loaded.anatomy, pool, program=loaded.program if compiled else None)
-
-
-def prompt_batch(*sizes):
-    """A prompt of each size from its beginning, in slots behind each other."""
-    runs, begin = [], 0
-    visible: dict[object, VisibleKV] = {}
-    for owner, size in enumerate(sizes):
-        own = np.arange(size)
-        ids = np.random.default_rng(owner).integers(3, 256, size)
-        visible[owner] = VisibleKV((), (SlotSpan(begin, size),), own, OwnTokens(own, ()))
-        runs.append(Run(begin + own, 0, ids, True, owner=owner))
-        begin += size
-    return Batch(tuple(runs), visible)
-
-
 def test_tied_embeddings_are_read_from_the_heads_blocks(monkeypatch):
     monkeypatch.setattr(arrangement, "SPARE_SHARE", 1.0)
     model = tiny_model("llama", tie_word_embeddings=True).bfloat16()
@@ -127,7 +109,7 @@ def test_tied_embeddings_are_read_from_the_heads_blocks(monkeypatch):
     program = Program(
         (replace(first, output=output),), (Buffer(2 * first.inner, False),), output, 1, ()
     )
-    bound = _Bound(program, [], [], _pool(), len(ids))
+    bound = BoundProgram(program, [], [], _pool(), len(ids))
     step = NativeStep(
         operations=ctypes.addressof(bound.operations),
         count=1,
@@ -259,7 +241,7 @@ def test_a_module_that_fails_fails_its_step_alone_before_observers_are_shown_mor
     loaded = prepare_model(tiny_model("qwen3_5-states").bfloat16(), byte_tokenizer())
     runner, batch = runner_of(loaded), prompt_batch(9)
     observed = Batch((replace(batch.runs[0], observer=_Unready()),), batch.visible_kv)
-    held = runner._compiled._bound._held
+    held = runner._compiled._whole.bound._held
     module = next(each for each in held if isinstance(each, BoundModule))
     with monkeypatch.context() as patches:
         patches.setattr(module, "_call", lambda _: int("no memory"))

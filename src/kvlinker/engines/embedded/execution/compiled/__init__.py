@@ -1,0 +1,1 @@
+"""Steps that native code computes by the program of a model's pass."""

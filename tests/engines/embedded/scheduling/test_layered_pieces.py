@@ -1,0 +1,321 @@
+"""Long prompts beside requests that decode: pieces of which steps compute some layers, from their
+beginning until all are done, or their request runs no more."""
+
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlinker.engines.embedded.requests.request import RequestState
+from kvlinker.engines.embedded.scheduling.composition import ELDEST_SHARE, IDLE_MULTIPLE
+from kvlinker.engines.embedded.scheduling.layered_pieces import (
+    LEAST_PIECE_TOKENS,
+    PIECE_STEPS,
+)
+from tests.engines.embedded.fake_runner import (
+    PIECE_LAYERS,
+    Simulation,
+    Timing,
+    Work,
+    arriving,
+    decodes,
+)
+
+DEEP = Timing(per_read=1e-4)
+"""Reading the KV of 1,000 tokens takes as long as a step that only decodes."""
+
+
+def measured(**options) -> Simulation:
+    """A simulation whose steps take what it has measured them to take before."""
+    given = {"max_step_tokens": 512, "max_running": 64, "piece_tokens": 256} | options
+    timing = given.pop("timing", None) or Timing(per_read=DEEP.per_read)
+    return Simulation(given.pop("slots", 100_000), timing=timing, known=True, **given)
+
+
+def decoding(simulation, count=1):
+    works = [simulation.add(20, 50_000) for _ in range(count)]
+    while any(work.output == 50_000 for work in works):
+        simulation.step()
+    return works
+
+
+def seconds_of(simulation, call) -> float:
+    before = simulation.timing.now
+    call()
+    return simulation.timing.now - before
+
+
+def until_begun(simulation) -> None:
+    for _ in range(10):
+        if simulation.runner.begun is not None:
+            return
+        simulation.step()
+    raise AssertionError("no piece has begun")
+
+
+def test_a_long_prompt_delays_who_decodes_by_no_more_than_the_target_however_much_it_reads():
+    simulation = measured()
+    neighbour = decoding(simulation)[0]
+    idle = seconds_of(simulation, simulation.step)
+    long = simulation.add(3000)
+    taken = []
+    while not long.told:
+        taken.append(seconds_of(simulation, simulation.step))
+    assert long.told == ["finished"]
+    assert not neighbour.told
+    sizes = [len(batch.tokens) for batch in simulation.runner.pieces]
+    assert sum(sizes) >= 2900, "its last tokens fit into a step"
+    assert min(sizes[:-1]) >= LEAST_PIECE_TOKENS
+    layer = max(taken) - IDLE_MULTIPLE * idle  # the last one may end behind the target
+    assert layer < 1.5 * PIECE_STEPS * (IDLE_MULTIPLE - 1) * idle / PIECE_LAYERS
+    assert statistics.mean(taken[:-1]) < 1.3 * IDLE_MULTIPLE * idle
+    by_tokens = measured(piece_tokens=0)
+    decoding(by_tokens)
+    other = by_tokens.add(3000)
+    worst = 0.0
+    while not other.told:
+        worst = max(worst, seconds_of(by_tokens, by_tokens.step))
+    assert worst > max(taken)
+    assert by_tokens.timing.now > simulation.timing.now
+
+
+def test_prompts_that_take_few_steps_are_computed_with_what_decodes():
+    simulation = measured()
+    decoding(simulation)
+    for length in (5, 20, 40):
+        work = simulation.add(length)
+        while not work.told:
+            simulation.step()
+    assert not simulation.runner.pieces
+
+
+def test_a_piece_is_finished_at_once_when_nobody_decodes_any_more():
+    simulation = measured()
+    neighbour = decoding(simulation)[0]
+    long = simulation.add(400)
+    until_begun(simulation)
+    begun, pieces = simulation.runner.begun, len(simulation.runner.pieces)
+    assert begun is not None
+    assert begun[1] < PIECE_LAYERS
+    simulation.scheduler.cancel([neighbour])
+    simulation.step()
+    assert simulation.runner.pieces[pieces:] == [begun[0]]
+    simulation.run()
+    assert long.told == ["finished"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "preempted"])
+def test_a_piece_whose_request_runs_no_more_is_given_up(how, monkeypatch):
+    simulation = measured(slots=500)
+    neighbour = decoding(simulation)[0]
+    long = simulation.add(300)
+    until_begun(simulation)
+    if how == "cancelled":
+        simulation.scheduler.cancel([long])
+        simulation.step()
+        assert long.told == ["cancelled"]
+    elif how == "failed":
+        with monkeypatch.context() as patches:
+            patches.setattr(simulation.runner, "go_on", lambda *_: int("no memory"))
+            simulation.step()
+        assert long.told == ["failed"]
+        assert long.state is RequestState.FINISHED
+    else:
+        with simulation.scheduler._lock:
+            simulation.scheduler._running._preempt(long)
+        simulation.step()
+        assert long.started
+    if how != "preempted":
+        simulation.step()
+        assert simulation.runner.begun is None
+    assert not neighbour.told
+    other = simulation.add(150)
+    works = [other, *([long] if how == "preempted" else [])]
+    while not all(work.told for work in works):
+        simulation.step()
+    assert all(work.told == ["finished"] for work in works)
+
+
+def test_short_prompts_come_before_the_piece_and_leave_it_a_share_of_the_step():
+    simulation = measured()
+    decoding(simulation)
+    idle = seconds_of(simulation, simulation.step)
+    long = simulation.add(20_000)
+    until_begun(simulation)
+    begin, computed = simulation.timing.now, simulation.runner.pieces.copy()
+    taken = []
+    for _ in range(300):
+        short = [simulation.add(10) for _ in range(2)]
+        while not all(work.told for work in short):
+            taken.append(seconds_of(simulation, simulation.step))
+    alone = 600 * 10 * simulation.timing.per_token
+    assert simulation.timing.now - begin < 3 * alone / (1 - ELDEST_SHARE)
+    assert statistics.mean(taken) < 1.05 * IDLE_MULTIPLE * idle
+    assert len(simulation.runner.pieces) > len(computed), "the long one goes on"
+    assert not long.told
+
+
+def test_of_long_prompts_the_eldest_gets_every_fourth_piece():
+    simulation = measured()
+    decoding(simulation)
+    eldest = simulation.add(3000)
+    until_begun(simulation)
+    simulation.timing.now += 1000
+    shorter = [simulation.add(800) for _ in range(5)]
+    while not all(work.told for work in shorter):
+        simulation.step()
+    owners = [next(iter(batch.owners)) for batch in simulation.runner.pieces]
+    own = [index for index, owner in enumerate(owners) if owner is eldest.sequence]
+    assert own == list(range(0, len(owners), 4))
+
+
+def waited(piece_tokens) -> float:
+    """The seconds that a short prompt waits whose tenant was served more than that of a long one,
+    while a third tenant's chunk keeps that one's level."""
+    simulation = measured(piece_tokens=piece_tokens)
+    decoding(simulation)
+    simulation.enter_chunk(20_000, tenant="chunks")
+    for _ in range(3):
+        simulation.step()
+    served = simulation.add(3000, tenant="served")
+    while not served.told:
+        simulation.step()
+    long = simulation.add(6000, tenant="long")
+    for _ in range(20):
+        simulation.step()
+    short = simulation.add(10, tenant="served")
+    began = simulation.timing.now
+    for _ in range(50):
+        if not short.told:
+            simulation.step()
+    assert short.told == ["finished"]
+    assert not long.told
+    return simulation.timing.now - began
+
+
+def test_a_short_prompt_whose_turn_came_first_has_its_share_beside_pieces_too():
+    assert waited(piece_tokens=256) < 2 * waited(piece_tokens=0)
+
+
+def test_an_eldest_prompt_that_gets_no_pieces_leaves_them_to_others():
+    simulation = measured(timing=Timing(per_pair=1e-8))
+    decoding(simulation)
+    chunk = simulation.enter_chunk(6000)
+    for _ in range(3):
+        simulation.step()
+    simulation.timing.now += 3000
+    long = simulation.add(3000)
+    while not long.told:
+        simulation.step()
+    sizes = [len(batch.tokens) for batch in simulation.runner.pieces]
+    assert sum(sizes) >= 2900
+    assert not chunk.told
+    assert chunk.sequence.pending[0][0] > 100, "it goes on meanwhile"
+
+
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_nothing_is_held_of_a_piece_when_its_request_has_ended_and_nobody_else_is_there(
+    when, monkeypatch
+):
+    simulation = measured()
+    neighbour = decoding(simulation)[0]
+    long = simulation.add(300)
+    until_begun(simulation)
+
+    def cancel(*_) -> None:
+        simulation.scheduler.cancel([neighbour, long])
+
+    if when == "between":
+        cancel()
+    else:
+        step = simulation.runner.step
+
+        def cancelled(*given):
+            cancel()
+            return step(*given)
+
+        monkeypatch.setattr(simulation.runner, "step", cancelled)
+    simulation.step()
+    assert long.told == ["cancelled"]
+    assert simulation.runner.begun is None
+    assert simulation.loop._piece is None
+    assert simulation.scheduler.piece is None
+
+
+def test_what_a_piece_has_computed_does_not_count_as_left_undone():
+    """Whoever waits behind it would else come earlier, by the seconds of the last piece."""
+    simulation = measured()
+    decoding(simulation)
+    long = simulation.add(400)
+    simulation.step()
+    second = simulation.add(400)
+    backlog = second.backlog
+    assert backlog > 0
+    while not long.told:
+        simulation.step()
+    assert second.backlog == pytest.approx(backlog)
+
+
+def test_what_is_arriving_or_refines_is_computed_as_before():
+    simulation = measured()
+    decoding(simulation)
+    whole, streamed = simulation.add(300, refines=True), simulation.enter(600)
+    simulation.load(streamed, arriving(5))
+    for _ in range(20):
+        simulation.step()
+    assert whole.told == ["finished"]
+    assert not simulation.runner.pieces
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 60)), min_size=1, max_size=8),
+    st.integers(160, 300),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+)
+def test_everything_finishes_and_no_kv_is_lost(requests, slots, max_running, most, random):
+    """Prompts are slow, so that most are computed by pieces; some are cancelled, and others
+    preempted, while theirs are under way."""
+    simulation = measured(
+        slots=slots, max_running=max_running, piece_tokens=most, timing=Timing(per_token=0.1)
+    )
+    pending = list(requests)
+    works: list[Work] = []
+    steps = 0
+    while pending or not all(work.told for work in works):
+        if pending and random.random() < 0.3:
+            works.append(simulation.add(*pending.pop()))
+        elif works and random.random() < 0.02:
+            simulation.scheduler.cancel([random.choice(works)])
+        simulation.step()
+        steps += 1
+        assert steps < 20_000, "no progress"
+    assert all(len(work.told) == 1 for work in works)
+    assert simulation.slots.used == 0
+    assert all(not decodes(run) for batch in simulation.runner.pieces for run in batch.runs[:-1])
+
+
+@settings(max_examples=15, deadline=None)
+@given(strain=st.floats(0.3, 3))
+def test_what_pieces_take_is_learnt(strain):
+    simulation = measured(timing=Timing(strain=strain, per_read=1e-4))
+    decoding(simulation)
+    for _ in range(4):
+        work = simulation.add(1500)
+        while not work.told:
+            simulation.step()
+    cost = simulation.throughput.cost_beside_decoding()
+    assert cost is not None
+    timing = simulation.timing
+    for batch in simulation.runner.pieces[-8:]:
+        (run,) = batch.runs
+        ranges = [(run.start, run.end)]
+        taken = strain * (
+            timing.per_token * len(run.tokens)
+            + timing.per_pair * len(run.tokens) * (run.start + run.end + 1) / 2
+        )
+        taken += timing.per_read * run.start
+        assert cost.of(ranges) == pytest.approx(taken, rel=0.05)
