@@ -186,14 +186,19 @@ class FakeRunner(Runner):
         self.begun: tuple[Batch, int] | None = None
         """The piece of which some layers are computed, and how many."""
 
+        self.begun_seconds = 0.0
+
     def takes_layers(self, batch: Batch) -> bool:
         return batch.is_plain
 
-    def go_on(self, batch: Batch, until: float) -> StepResult | None:
-        done = self.begun[1] if self.begun is not None and self.begun[0] is batch else 0
+    def go_on(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
+        if self.begun is None or self.begun[0] is not batch:
+            self.begun, self.begun_seconds = (batch, 0), 0.0
+        done = self.begun[1]
         while True:
             done += 1
             taken = self.timing.compute_layer(batch)
+            self.begun_seconds += taken
             if done == PIECE_LAYERS:
                 break
             if self.timing.now + taken / 2 > until:
@@ -201,7 +206,7 @@ class FakeRunner(Runner):
                 return None
         self.begun = None
         self.pieces.append(batch)
-        return self._result(batch)
+        return self._result(batch), self.begun_seconds
 
     def drop_layers(self) -> None:
         self.begun = None
@@ -363,8 +368,7 @@ class Simulation:
                 max_step_tokens=max_step_tokens,
                 seconds_per_token=seconds_per_token,
                 pieces=LayeredPieces(
-                    self.runner.takes_layers if piece_tokens else lambda batch: False,
-                    most_tokens=piece_tokens,
+                    self.throughput, self.runner.takes_layers, most_tokens=piece_tokens
                 ),
             ),
             max_running=max_running,

@@ -189,6 +189,7 @@ class EmbeddedEngine:
                 max_step_tokens=step_tokens,
                 seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
                 pieces=LayeredPieces(
+                    throughput,
                     self.runner.takes_layers,
                     most_tokens=min(self.runner.most_layered_tokens, step_tokens),
                 ),

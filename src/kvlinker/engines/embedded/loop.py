@@ -124,10 +124,6 @@ class EngineLoop:
         self.outbox = Outbox()
         """Keeps events for callers until the model is about to compute."""
 
-        self._piece: LayeredPiece | None = None
-        """Of whose layers some are computed, in so many seconds."""
-
-        self._piece_seconds = 0.0
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
         """How long the last steps took, in order."""
 
@@ -158,6 +154,7 @@ class EngineLoop:
         finally:
             for request in self._scheduler.finish_all():
                 _tell(partial(request.fail, engine_closed()))
+            self._runner.drop_layers()
             self.outbox.disown()
 
     def _turn(self) -> None:
@@ -223,23 +220,18 @@ class EngineLoop:
     def _with_layers(self, piece: LayeredPiece, until: float, result: StepResult) -> StepResult:
         """Compute layers of a piece of a prompt until then, and return the step's result with that
         of the piece, once all are computed."""
-        if self._piece is not piece:
-            self._piece, self._piece_seconds = piece, 0.0
-        begin = self._clock()
-        found = self._runner.go_on(piece.batch, until)
-        self._piece_seconds += self._clock() - begin
-        if found is None:
+        done = self._runner.go_on(piece.batch, until)
+        if done is None:
             return result
-        self._throughput.note_piece(piece.batch, self._piece_seconds)
+        found, seconds = done
+        self._throughput.note_piece(piece.batch, seconds)
         self._scheduler.finish_piece(piece)
-        self._piece = None
         return replace(result, logits=result.logits | found.logits)
 
     def _drop_old_piece(self) -> None:
         """Have the runner hold nothing of a piece whose request has ended or lost its slots."""
-        if self._piece is not None and self._piece is not self._scheduler.piece:
+        if self._scheduler.piece is None:
             self._runner.drop_layers()
-            self._piece = None
 
     def _restart_who_left(self, step: Step, result: StepResult) -> None:
         """Have the requests that left the step begin again later. To be called before any request

@@ -12,10 +12,10 @@ from kvlinker.engines.embedded.scheduling.composition import (
     BACKGROUND_TOKENS,
     ELDEST_SHARE,
     IDLE_MULTIPLE,
-    LEAST_PIECE,
     LEAST_PROMPT_SHARE,
     MIXED_STEPS,
 )
+from kvlinker.engines.embedded.scheduling.layered_pieces import LEAST_PIECE
 from tests.engines.embedded.fake_runner import Simulation, Timing, decodes
 
 SLOTS = 100_000

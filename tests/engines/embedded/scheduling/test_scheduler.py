@@ -2,6 +2,7 @@
 slots."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -664,7 +665,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests of all kinds arrive, load, arrive late, are lost, cancelled, preempted and end, in
     any order."""
 
-    per_token = Timing.per_token
+    timing = Timing()
     piece_tokens = 0
 
     def __init__(self):
@@ -679,7 +680,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=5,
             max_waiting=12,
             memory=2 * CHUNK_BYTES,
-            timing=Timing(per_token=self.per_token),
+            timing=replace(self.timing),
             known=True,
             resident="d",
             piece_tokens=self.piece_tokens,
@@ -809,7 +810,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 class LayeredMachine(SchedulerMachine):
     """Prompts are slow, so that most are computed by pieces beside requests that decode."""
 
-    per_token = 0.05
+    timing = Timing(per_token=0.05, per_read=0.05)
     piece_tokens = 12
 
 

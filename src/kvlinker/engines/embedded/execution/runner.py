@@ -118,7 +118,7 @@ class Runner:
     @property
     def most_layered_tokens(self) -> int:
         """The most tokens of a batch of which ``go_on`` computes layers; 0 if it takes none."""
-        return 0 if self._compiled is None else self._compiled.most_rows
+        return 0 if self._compiled is None else self._compiled.most_layered_rows
 
     def takes_layers(self, batch: Batch) -> bool:
         """Return whether ``go_on`` takes the batch."""
@@ -127,17 +127,20 @@ class Runner:
         return self._compiled.takes_layers(batch)
 
     @torch.inference_mode()
-    def go_on(self, batch: Batch, until: float) -> StepResult | None:
+    def go_on(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
         """Compute some layers, at least one, of a batch for which ``takes_layers`` is true, until
         about ``until``, in seconds of ``time.perf_counter``. Returns the result once all are
-        computed, and None before. Another batch takes the place of one that is not done."""
+        computed, and the seconds that they took; None before. Another batch takes the place of one
+        that is not done."""
         assert self._compiled is not None, "steps are computed by modules"
         if self._layered is None or self._layered[0] is not batch:
             self._layered = batch, self._compiled.begin(batch)
-        result = self._layered[1].go_on(until)
-        if result is not None:
-            self._layered = None
-        return result
+        layered = self._layered[1]
+        result = layered.go_on(until)
+        if result is None:
+            return None
+        self._layered = None
+        return result, layered.seconds
 
     def drop_layers(self) -> None:
         """End the pass of a batch that does not go on, if there is one."""

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from kvlinker.engines.embedded.execution.batch import Batch, Run, VisibleKV
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPiece, LayeredPieces
+from kvlinker.engines.embedded.scheduling.layered_pieces import (
+    LEAST_PIECE,
+    LayeredPiece,
+    LayeredPieces,
+)
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 from kvlinker.linking.plan import Range
 
@@ -21,10 +25,6 @@ decodes: the requests that do, and all answers but one that soon will."""
 SOON_STEPS = 20
 """An answer soon decodes if the rest of its prompt takes no longer than so many steps that only
 decode."""
-
-LEAST_PIECE = 4
-"""The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them
-costs the same for one token."""
 
 MIXED_STEPS = 15
 """The most steps in a row that both prefill prompts and decode; the one that follows only decodes,
@@ -79,6 +79,9 @@ class _Budget:
     tokens: int
     """The number of tokens that may still be taken."""
 
+    usual: float = math.inf
+    """The cost that prompts may have in a step that makes up for no earlier one."""
+
     step_seconds: float = math.inf
     """How long the whole step may take."""
 
@@ -99,7 +102,7 @@ class _Budget:
     def spend(self, request: Request, tokens: int) -> None:
         """Take the cost of the request's next ``tokens`` out of the budget; a negative number gives
         it back."""
-        taken = self.cost.of(first_positions(sequence_of(request), abs(tokens)))
+        taken = self.cost.of_first(abs(tokens), sequence_of(request).pending)
         self.amount -= taken if tokens > 0 else -taken
         self.tokens -= tokens
 
@@ -153,38 +156,14 @@ class StepComposer:
         """Take the next tokens of ``running`` requests, and mark them as done; the step may be
         empty."""
         wanted = [request for request in running if request.kind is not ResultKind.BACKGROUND]
-        piece, seconds = None, math.inf
-        if wanted:
-            granted, piece, seconds = self._grant(wanted)
-        else:
-            granted = [(request, self._background_piece(request)) for request in running]
-        runs: list[Run] = []
-        visible_kv: dict[object, VisibleKV] = {}
-        for request, tokens in granted:
-            sequence = sequence_of(request)
-            taken, visible_kv[sequence] = sequence.take(tokens)
-            runs += taken
-        requests = tuple(request for request, _ in granted)
-        return Step(Batch(tuple(runs), visible_kv), requests, piece, seconds)
-
-    def _background_piece(self, request: Request) -> int:
-        """Return how many of the next tokens of a request in the background a step computes."""
-        cost = self._throughput.cost_beside_decoding()
-        pending = sequence_of(request).pending
-        affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
-        return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
-
-    def _grant(
-        self, running: Sequence[Request]
-    ) -> tuple[list[tuple[Request, int]], LayeredPiece | None, float]:
-        """Return how many tokens of which ``running`` requests the step computes, of which piece it
-        computes layers, and how many seconds it may take with them."""
-        decoding = [request for request in running if sequence_of(request).decoding][
+        if not wanted:
+            return _step([(request, self._background_piece(request)) for request in running])
+        decoding = [request for request in wanted if sequence_of(request).decoding][
             : self._max_step_tokens
         ]
         prompts = [
             request
-            for request in running
+            for request in wanted
             if sequence_of(request).pending and request not in decoding
         ]
         budget = self._budget(decoding, prompts)
@@ -192,8 +171,8 @@ class StepComposer:
         piece = self.pieces.piece
         if prompts:
             ordered = self._in_order(prompts)
-            if piece is None and budget.amount > 0 and budget.cost is not ONE_PER_TOKEN:
-                piece = self.pieces.begin(ordered, budget.cost, budget.amount)
+            if piece is None and decoding and budget.amount > 0:
+                piece = self.pieces.begin(ordered, budget.usual)
             if piece is None:
                 shared = _divide(budget, ordered)
             elif decoding:
@@ -205,20 +184,27 @@ class StepComposer:
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
                 self._owed += max(0.0, -budget.amount)
             granted += shared
-        return granted, piece, budget.step_seconds
+        return _step(granted, piece, budget.step_seconds)
+
+    def _background_piece(self, request: Request) -> int:
+        """Return how many of the next tokens of a request in the background a step computes."""
+        cost = self._throughput.cost_beside_decoding()
+        pending = sequence_of(request).pending
+        affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
+        return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
 
     def _divide_beside(
         self, piece: LayeredPiece, budget: _Budget, ordered: Sequence[Request]
     ) -> list[tuple[Request, int]]:
-        """Divide the budget among a piece and the prompts that come before its own. The piece gets
-        ``ELDEST_SHARE`` of it, or what is left; as much goes to the prompt whose turn came first,
-        if that comes behind and gets no pieces."""
+        """Divide the budget among a piece and the prompts that come before its own and get no
+        pieces. The piece gets ``ELDEST_SHARE`` of it, or what is left; as much goes to the prompt
+        whose turn came first, if that comes behind and gets no pieces."""
         place = ordered.index(piece.request)
-        ahead, behind = ordered[:place], ordered[place + 1 :]
+        ahead = [each for each in ordered[:place] if not self.pieces.suits(each, budget.usual)]
         eldest = min(ordered, key=lambda request: request.turn)
         share = max(0.0, ELDEST_SHARE * budget.amount)
         shared = []
-        if eldest in behind and not self.pieces.suits(eldest, budget.cost, budget.amount):
+        if eldest in ordered[place + 1 :] and not self.pieces.suits(eldest, budget.usual):
             shared = _divide(_Budget(budget.cost, share, budget.tokens), [eldest])
             for request, tokens in shared:
                 budget.spend(request, tokens)
@@ -238,7 +224,8 @@ class StepComposer:
         positions = [part for request in decoding for part in sequence_of(request).pending]
         idle = self._throughput.decode_seconds(positions)
         if idle is None or self._mixed >= MIXED_STEPS:
-            return _Budget(cost, 0.0, tokens, idle or 0.0)  # this step measures it
+            idle = idle or 0.0
+            return _Budget(cost, 0.0, tokens, step_seconds=idle)  # this step measures it
         behind = _last_tokens(prompts, SOON_STEPS * idle)[1:]
         soon = self._throughput.decode_seconds([*positions, *behind])
         target = self._seconds_per_token or IDLE_MULTIPLE * (soon or idle)
@@ -246,7 +233,7 @@ class StepComposer:
         self.prompt_share = seconds / (idle + seconds)
         paid = min(self._owed, seconds)
         self._owed -= paid
-        return _Budget(cost, seconds - paid, tokens, idle + seconds - paid)
+        return _Budget(cost, seconds - paid, tokens, seconds, idle + seconds - paid)
 
     def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
         """Order prompts: those of the tenant that was served least come first, of one tenant's the
@@ -272,9 +259,7 @@ class StepComposer:
         cost = self._throughput.cost_beside_decoding()
         if cost is not None:
             for request, tokens in granted:
-                self._served[request.tenant] += cost.of(
-                    first_positions(sequence_of(request), tokens)
-                )
+                self._served[request.tenant] += cost.of_first(tokens, sequence_of(request).pending)
 
 
 def sequence_of(request: Request) -> TokenSequence:
@@ -283,15 +268,21 @@ def sequence_of(request: Request) -> TokenSequence:
     return request.sequence
 
 
-def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int]]:
-    """Return the first ``tokens`` positions that the sequence has to compute."""
-    found = []
-    for begin, end in sequence.pending:
-        if tokens <= 0:
-            break
-        found.append((begin, min(end, begin + tokens)))
-        tokens -= end - begin
-    return found
+def _step(
+    granted: Sequence[tuple[Request, int]],
+    piece: LayeredPiece | None = None,
+    seconds: float = math.inf,
+) -> Step:
+    """Return a step that takes so many tokens of these requests, which are marked as done, and
+    layers of a piece, in so many ``seconds``."""
+    runs: list[Run] = []
+    visible_kv: dict[object, VisibleKV] = {}
+    for request, tokens in granted:
+        sequence = sequence_of(request)
+        taken, visible_kv[sequence] = sequence.take(tokens)
+        runs += taken
+    requests = tuple(request for request, _ in granted)
+    return Step(Batch(tuple(runs), visible_kv), requests, piece, seconds)
 
 
 def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:

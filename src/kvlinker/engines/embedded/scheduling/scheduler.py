@@ -60,8 +60,9 @@ class Scheduler(RequestQueues):
     ended.
 
     All methods hold the queues' one lock, for a short time, and call only the constructor's
-    functions under it; ``closed`` and ``preemptions`` are read without it. ``wait`` and the methods
-    below are for the engine's thread only, but for ``find_prefix`` and ``expect_prefix``.
+    functions under it; ``closed``, ``preemptions`` and ``piece`` are read without it. ``wait`` and
+    the methods below are for the engine's thread only, but for ``find_prefix`` and
+    ``expect_prefix``.
     """
 
     def __init__(

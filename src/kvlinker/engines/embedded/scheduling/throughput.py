@@ -83,18 +83,27 @@ class TokenCost:
 
     def of(self, ranges: Sequence[Range]) -> float:
         """Return the cost of these positions [begin, end)."""
-        tokens, pairs = _amounts(ranges)
-        return float(
-            self.per_token * tokens + self.per_pair * pairs + self.per_read * _read(ranges)
-        )
+        cost = self.per_read * _read(ranges)
+        for begin, end in ranges:
+            cost += self.per_token * (end - begin) + self.per_pair * _pairs(begin, end)
+        return cost
+
+    def of_first(self, tokens: int, ranges: Sequence[Range]) -> float:
+        """Return the cost of the first ``tokens`` of these positions."""
+        first = []
+        for begin, end in ranges:
+            if tokens <= 0:
+                break
+            first.append((begin, min(end, begin + tokens)))
+            tokens -= end - begin
+        return self.of(first)
 
     def affordable(self, ranges: Sequence[Range], budget: float) -> int:
         """Return how many of these positions, from the first on, cost at most ``budget``."""
         budget -= self.per_read * _read(ranges)
         count = 0
         for begin, end in ranges:
-            tokens, pairs = _amounts([(begin, end)])
-            cost = self.per_token * tokens + self.per_pair * pairs
+            cost = self.per_token * (end - begin) + self.per_pair * _pairs(begin, end)
             if cost > budget:
                 return count + min(self._first(begin, budget), end - begin)
             budget -= cost
@@ -158,23 +167,32 @@ class ComputeThroughput:
             if decoded:
                 self._note_mixed(decoded, amounts, sum(map(_read, prompts.values())), seconds)
             elif amounts[0] >= _LEAST_TOKENS:
-                constant = min(self._constant() or 0.0, (1 - _LEAST_CONSTANT) * seconds)
+                constant = min(self.weights_seconds or 0.0, (1 - _LEAST_CONSTANT) * seconds)
                 self._follow(amounts, seconds - constant)
 
     def note_piece(self, batch: Batch, seconds: float) -> None:
         """Note that all layers of a piece of a prompt took ``seconds``, in steps with requests that
-        decode. It reads the weights itself, as a step that only decodes does."""
+        decode. It reads the weights itself, as a step that only decodes does. (Without those of
+        the head: tokens of pieces come out cheaper by its part in that.)"""
         ranges = [(run.start, run.end) for run in batch.runs]
-        constant = self._constant()
+        constant = self.weights_seconds
         if constant is not None and seconds > constant:
             self._note_beside(_amounts(ranges), _read(ranges), seconds - constant, constant)
+
+    @property
+    def weights_seconds(self) -> float | None:
+        """The seconds of reading the weights once, c; None if it was not measured."""
+        values = self._speeds.of(self._decode)
+        return values[0] if values is not None and len(values) == 1 else None
 
     def seconds(self, ranges: Sequence[Range]) -> float | None:
         """Predict the seconds of computing these positions [begin, end) of a prompt in one step;
         None with nothing measured."""
         known = self._known()
         return (
-            None if known is None else float((self._constant() or 0.0) + known @ _amounts(ranges))
+            None
+            if known is None
+            else float((self.weights_seconds or 0.0) + known @ _amounts(ranges))
         )
 
     def prefill_seconds(self, tokens: int) -> float | None:
@@ -184,7 +202,7 @@ class ComputeThroughput:
     def decode_seconds(self, positions: Sequence[Range]) -> float | None:
         """Predict the seconds of a step that computes the last tokens of requests that decode, at
         these positions, and nothing else; None if no such step was measured."""
-        constant, known = self._constant(), self._known()
+        constant, known = self.weights_seconds, self._known()
         if constant is None:
             return None
         return float(constant + (0.0 if known is None else known @ _amounts(positions)))
@@ -214,11 +232,6 @@ class ComputeThroughput:
         values = self._speeds.of(self._prefill)
         return np.array(values) if values is not None and len(values) == 2 else None
 
-    def _constant(self) -> float | None:
-        """Return c; None if it was not measured."""
-        values = self._speeds.of(self._decode)
-        return values[0] if values is not None and len(values) == 1 else None
-
     def _piece_costs(self, known: Vector) -> Vector:
         """Return how many times as long tokens and pairs take in pieces beside decoding, and the
         seconds of reading a token's KV."""
@@ -229,7 +242,7 @@ class ComputeThroughput:
 
     def _note_decoding(self, decoded: Sequence[Range], seconds: float) -> None:
         """Update c by a step that only decodes."""
-        known, constant = self._known(), self._constant()
+        known, constant = self._known(), self.weights_seconds
         rest = 0.0 if known is None else float(known @ _amounts(decoded))
         if constant is not None and not self._constants:
             self._constants.append(constant)  # what another process measured
@@ -327,5 +340,10 @@ def _read(ranges: Sequence[Range]) -> int:
 def _amounts(ranges: Sequence[Range]) -> Vector:
     """Count the tokens and pairs of these positions."""
     tokens = sum(end - begin for begin, end in ranges)
-    pairs = sum((end - begin) * (begin + end + 1) / 2 for begin, end in ranges)
+    pairs = sum(_pairs(begin, end) for begin, end in ranges)
     return np.array([tokens, pairs], dtype=np.float64)
+
+
+def _pairs(begin: int, end: int) -> float:
+    """Count the pairs of these positions [begin, end)."""
+    return (end - begin) * (begin + end + 1) / 2

@@ -23,7 +23,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     RecordedAttention,
 )
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.embedded.scheduling import layered_pieces
+from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.embedded.execution.batches import prompt_batch, runner_of
@@ -69,12 +69,14 @@ def test_what_is_computed_in_parts_is_the_whole_to_the_bit(family):
     expected_runner, runner = filled(runner_of(loaded)), filled(runner_of(loaded))
     expected = expected_runner.step(batch).logits
     assert runner.takes_layers(batch)
-    parts, result, sizes = 0, None, [3, 100, 1, 40]
-    while result is None:
+    parts, done, sizes = 0, None, [3, 100, 1, 40]
+    while done is None:
         runner.step(later(prompt_batch(sizes[parts % len(sizes)]), 1000))
-        result = runner.go_on(batch, until=0.0)
+        done = runner.go_on(batch, until=0.0)
         parts += 1
     assert parts == len(loaded.layers) + 1
+    result, seconds = done
+    assert seconds > 0
     assert result.logits.keys() == expected.keys()
     for owner, logits in expected.items():
         assert torch.equal(result.logits[owner], logits)
@@ -99,7 +101,7 @@ def test_another_batch_takes_the_place_of_one_that_is_not_done(llama):
     for _ in range(2):
         assert runner.go_on(batch, until=0.0) is None
         runner.drop_layers()
-    result = runner.go_on(batch, until=float("inf"))
+    result, _ = runner.go_on(batch, until=float("inf"))
     assert torch.equal(result.logits[0], expected)
 
 
@@ -119,6 +121,7 @@ def test_who_asks_for_states_or_is_watched_is_computed_whole(llama):
     for family in ("qwen3_5-states", "minicpm3-latents"):
         loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
         assert not runner_of(loaded).takes_layers(batch)
+        assert runner_of(loaded).most_layered_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,7 @@ def test_parts_go_on_while_half_of_the_next_one_should_be_done_in_time(until, pa
         found.append(len(computed) - before)
     assert found == parts
     assert result is done
+    assert layered.seconds == 50
     assert computed == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)]
 
 
@@ -155,7 +159,9 @@ def test_parts_go_on_while_half_of_the_next_one_should_be_done_in_time(until, pa
 def test_answers_are_the_same_beside_requests_that_decode(bench, family, monkeypatch):
     """Several policies, forks, preemption and a cancel, while a neighbour decodes: all prompts by
     pieces, and none."""
-    monkeypatch.setattr(layered_pieces, "WORTHWHILE_STEPS", 0)
+    monkeypatch.setattr(
+        LayeredPieces, "suits", lambda self, request, _: self._batch(request, 1) is not None
+    )
     begun, begin = [], CompiledStep.begin
 
     def counted(self, batch):

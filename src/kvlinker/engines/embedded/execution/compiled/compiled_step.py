@@ -113,6 +113,11 @@ class CompiledStep:
             for _ in range(2)
         )
 
+    @property
+    def most_layered_rows(self) -> int:
+        """The most tokens of a pass that is computed some layers at a time; 0 if none can be."""
+        return 0 if self._needs_forward else self.most_rows
+
     def takes(self, batch: Batch) -> bool:
         """Return whether the batch is plain, and there are kernels for so many tokens."""
         tokens = sum(len(run.tokens) for run in batch.runs)

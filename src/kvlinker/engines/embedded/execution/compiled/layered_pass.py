@@ -40,6 +40,8 @@ class LayeredPass:
         self._result = result
         self._clock = clock
         self._begin = 0
+        self.seconds = 0.0
+        """How long it has taken so far."""
 
     def go_on(self, until: float) -> StepResult | None:
         """Compute one part, and more as long as half of the next one should be done by ``until``,
@@ -50,6 +52,7 @@ class LayeredPass:
             self._compute(self._begin, end)
             self._begin = end
             now = self._clock()
+            self.seconds += now - begin
             if now + (now - begin) / 2 > until and self._ends:
                 return None
             begin = now
