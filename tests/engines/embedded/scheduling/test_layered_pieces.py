@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.requests.request import RequestState
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling.composition import ELDEST_SHARE, IDLE_MULTIPLE
 from kvlinker.engines.embedded.scheduling.layered_pieces import (
     LEAST_LAYERED_TOKENS,
     PIECE_STEPS,
-    LayeredPieces,
 )
 from tests.engines.embedded.fake_runner import (
     PIECE_LAYERS,
@@ -86,7 +86,7 @@ def test_a_long_prompt_delays_who_decodes_by_no_more_than_the_target_however_muc
 @pytest.mark.parametrize("target", [None, 0.11, 0.15])
 def test_prompts_that_read_little_are_computed_with_what_decodes(target):
     """A piece would read the weights once more; with a tight target that is most of its time."""
-    simulation = measured(seconds_per_token=target)
+    simulation = measured(seconds_per_token=target, timing=Timing())
     decoding(simulation)
     for length in (5, 20, 40, 100):
         work = simulation.add(length)
@@ -153,9 +153,41 @@ def test_tokens_of_a_prompt_are_apart_from_answers_that_are_recorded():
     assert simulation.runner.pieces[-1].positions[-1] == 1999
 
 
+@pytest.mark.parametrize("per_read", [1e-4, 3e-4, 1e-3])
+def test_more_requests_decode_than_a_step_holds(per_read):
+    """None of them is a prompt, whose next token might be a piece."""
+    simulation = measured(
+        max_step_tokens=2, piece_tokens=64, timing=Timing(per_read=per_read, per_pair=1e-7)
+    )
+    works = [simulation.add(3000, output, runs=[(2999, 3000)]) for output in (20, 30, 40, 50)]
+    for _ in range(200):
+        simulation.step()
+    assert all(work.told == ["finished"] for work in works)
+    assert all(len(batch.tokens) == 1 for batch in simulation.runner.pieces)
+    assert len(simulation.runner.pieces) < len(works)
+
+
+@pytest.mark.parametrize("piece_tokens", [0, 256])
+def test_of_two_tenants_none_waits_for_the_other_where_few_tokens_exceed_a_step(piece_tokens):
+    """Four tokens take longer than a step has for prompts, and so does what is due to the prompt
+    whose turn came first."""
+    simulation = measured(seconds_per_token=0.12, piece_tokens=piece_tokens)
+    decoding(simulation)
+    long = simulation.add(4000, tenant="long")
+    longest = 0.0
+    for _ in range(150):
+        short = simulation.add(12, tenant="short")
+        began = simulation.timing.now
+        while not short.told:
+            simulation.step()
+        longest = max(longest, simulation.timing.now - began)
+    assert longest < 3
+    assert long.sequence.pending[0][0] > 600
+
+
 def test_nothing_is_looked_at_where_no_pieces_can_be(monkeypatch):
     simulation = measured(piece_tokens=0)
-    monkeypatch.setattr(LayeredPieces, "_batch", lambda *_: int("looked"))
+    monkeypatch.setattr(TokenSequence, "peek", lambda *_: int("looked"))
     decoding(simulation)
     work = simulation.add(3000)
     while not work.told:
@@ -380,7 +412,6 @@ def test_everything_finishes_and_no_kv_is_lost(requests, slots, max_running, mos
         assert steps < 20_000, "no progress"
     assert all(len(work.told) == 1 for work in works)
     assert simulation.slots.used == 0
-    assert all(not decodes(run) for batch in simulation.runner.pieces for run in batch.runs[:-1])
 
 
 @settings(max_examples=15, deadline=None)

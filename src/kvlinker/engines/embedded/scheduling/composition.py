@@ -145,6 +145,7 @@ class StepComposer:
         self._seconds_per_token = seconds_per_token
         self._mixed = 0  # steps in a row that both prefill and decode
         self._owed = 0.0  # seconds by which prompts have exceeded their time
+        self._eldest_due = 0.0  # shares of steps that are due to the prompt whose turn came first
         self._served: dict[
             str, float
         ] = {}  # seconds of prompts, by tenant; who comes anew begins with the least
@@ -164,7 +165,7 @@ class StepComposer:
         prompts = [
             request
             for request in wanted
-            if sequence_of(request).pending and request not in decoding
+            if sequence_of(request).pending and not sequence_of(request).decoding
         ]
         budget = self._budget(decoding, prompts)
         granted = [(request, 1) for request in decoding]
@@ -174,11 +175,12 @@ class StepComposer:
             if piece is None and decoding and budget.amount > 0:
                 piece = self.pieces.begin(ordered, budget.usual)
             if piece is None:
-                shared = _divide(budget, ordered)
+                shared = self._divide(budget, ordered)
             elif decoding:
                 shared = self._divide_beside(piece, budget, ordered)
             else:
-                shared = _divide(budget, [each for each in ordered if each is not piece.request])
+                others = [each for each in ordered if each is not piece.request]
+                shared = self._divide(budget, others)
             self._note_served(shared)
             self._mixed = self._mixed + 1 if decoding and shared else 0
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
@@ -193,25 +195,61 @@ class StepComposer:
         affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
         return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
 
+    def _divide(self, budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Divide the budget among ``prompts``, the first ones first, but for what is due to the one
+        whose turn came first; at least ``LEAST_PIECE`` tokens go to one of the two."""
+        if not prompts or budget.amount <= 0 or budget.tokens <= 0:
+            return []
+        sure, eldest = prompts[0], min(prompts, key=lambda request: request.turn)
+        reserved = min(LEAST_PIECE, budget.tokens)
+        if eldest is not sure and (due := self._due_to(eldest, budget)):
+            sure, reserved = eldest, due
+        budget.spend(sure, reserved)
+        granted = []
+        for request in prompts:
+            if request is sure:
+                budget.spend(sure, -reserved)
+                tokens = max(reserved, budget.fitting(sure))
+            else:
+                tokens = budget.fitting(request)
+            if tokens:
+                budget.spend(request, tokens)
+                granted.append((request, tokens))
+        return granted
+
     def _divide_beside(
         self, piece: LayeredPiece, budget: _Budget, ordered: Sequence[Request]
     ) -> list[tuple[Request, int]]:
         """Divide the budget among a piece and the prompts that come before its own and get no
-        pieces. The piece gets ``ELDEST_SHARE`` of it, or what is left; as much goes to the prompt
-        whose turn came first, if that comes behind and gets no pieces."""
+        pieces. The piece gets ``ELDEST_SHARE`` of it, or what is left; the prompt whose turn came
+        first gets what is due to it, if it comes behind and gets no pieces."""
         place = ordered.index(piece.request)
         ahead = [each for each in ordered[:place] if not self.pieces.suits(each, budget.usual)]
         eldest = min(ordered, key=lambda request: request.turn)
         share = max(0.0, ELDEST_SHARE * budget.amount)
         shared = []
         if eldest in ordered[place + 1 :] and not self.pieces.suits(eldest, budget.usual):
-            shared = _divide(_Budget(budget.cost, share, budget.tokens), [eldest])
-            for request, tokens in shared:
-                budget.spend(request, tokens)
+            due = self._due_to(eldest, budget)
+            if due:
+                budget.spend(eldest, due)
+                shared.append((eldest, due))
         budget.amount -= share
-        shared += _divide(budget, ahead)
+        shared += self._divide(budget, ahead)
         self._served[piece.request.tenant] += share + max(0.0, budget.amount)
         return shared
+
+    def _due_to(self, eldest: Request, budget: _Budget) -> int:
+        """Return how many tokens the prompt whose turn came first gets in this step at least:
+        ``ELDEST_SHARE`` of it, or ``LEAST_PIECE`` in some steps where these take more than that."""
+        least, fitting = min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE)
+        if fitting >= least or budget.amount <= 0:
+            return fitting
+        self._eldest_due = min(self._eldest_due, 0.0) + ELDEST_SHARE  # nothing is saved up
+        if self._eldest_due < 0:
+            return 0
+        pending = sequence_of(eldest).pending
+        self._eldest_due -= budget.cost.of_first(least, pending) / budget.amount
+        return least
 
     def _budget(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> _Budget:
         """Return the budget of ``prompts``, in addition to the requests that decode."""
@@ -294,24 +332,3 @@ def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:
         if request.kind is ResultKind.ANSWER and request.seconds_left <= seconds
     ]
     return [(end - 1, end) for end in ends]
-
-
-def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
-    """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go
-    to one."""
-    if not prompts or budget.amount <= 0 or budget.tokens <= 0:
-        return []
-    eldest = min(prompts, key=lambda request: request.turn)
-    reserved = max(min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE))
-    budget.spend(eldest, reserved)
-    granted = []
-    for request in prompts:
-        if request is eldest:
-            budget.spend(eldest, -reserved)
-            tokens = max(reserved, budget.fitting(eldest))
-        else:
-            tokens = budget.fitting(request)
-        if tokens:
-            budget.spend(request, tokens)
-            granted.append((request, tokens))
-    return granted

@@ -14,9 +14,9 @@ LEAST_PIECE = 4
 """The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them
 costs the same for one token."""
 
-MOST_DELAY = 2.0
-"""A prompt is computed so, even if that takes longer, where ``LEAST_PIECE`` tokens with those that
-decode would take more than so many times the seconds that a step has for prompts."""
+MOST_SLOWDOWN = 1.25
+"""A prompt is computed so, even if that takes up to so many times as long, where ``LEAST_PIECE``
+tokens take longer than the seconds that a step has for prompts: who decodes would wait for them."""
 
 PIECE_STEPS = 10
 """The steps that a piece should take: whoever comes meanwhile waits for its end."""
@@ -68,40 +68,36 @@ class LayeredPieces:
         for prompts."""
         eldest = min(prompts, key=lambda request: request.turn)
         order = [eldest, *prompts] if self._for_others >= PIECES_FOR_OTHERS else prompts
-        first = next((each for each in order if self.suits(each, seconds)), None)
-        if first is None:
-            return None
-        batch = self._batch(first, self._size(first, seconds))
-        if batch is not None:
-            self.piece = LayeredPiece(first, batch, len(batch.tokens))
-            self._for_others = 0 if first is eldest else self._for_others + 1
+        for request in order:
+            batch = self._batch(request, self._size(request, seconds))
+            if batch is not None:
+                self.piece = LayeredPiece(request, batch, len(batch.tokens))
+                self._for_others = 0 if request is eldest else self._for_others + 1
+                break
         return self.piece
 
     def suits(self, request: Request, seconds: float) -> bool:
-        """Return whether layers of a prompt can be computed apart, and are worth it: more tokens
-        are left than fit into a step, which has ``seconds`` for them, and a piece takes less time
-        for each, or steps would take too long."""
+        """Return whether layers of a prompt can be computed apart, and are worth it in steps that
+        have ``seconds`` for prompts."""
+        return self._batch(request, min(self._size(request, seconds), 1)) is not None
+
+    def _size(self, request: Request, seconds: float) -> int:
+        """Return how many tokens a piece of this prompt should have; 0 if what is left of it fits
+        into a step, or takes less time with what decodes."""
         cost = self._throughput.cost_beside_decoding()
         if cost is None or not self._most_tokens:
-            return False
+            return 0
         weights, pending = self._throughput.weights_seconds or 0.0, request.pending
         fitting, left = cost.affordable(pending, seconds), _count(pending)
         if left <= fitting:
-            return False
-        mixed, apart = min(max(fitting, LEAST_PIECE), left), self._size(request, seconds)
-        mixed_seconds, apart_seconds = (cost.of_first(each, pending) for each in (mixed, apart))
-        quicker = (weights + apart_seconds) / apart < mixed_seconds / mixed
-        delays = mixed_seconds > MOST_DELAY * seconds
-        return (quicker or delays) and self._batch(request, 1) is not None
-
-    def _size(self, request: Request, seconds: float) -> int:
-        """Return the number of tokens of a piece of this prompt."""
-        cost = self._throughput.cost_beside_decoding()
-        assert cost is not None
-        affordable = cost.affordable(request.pending, PIECE_STEPS * seconds)
-        return min(
-            max(affordable, LEAST_LAYERED_TOKENS), self._most_tokens, _count(request.pending)
-        )
+            return 0
+        affordable = cost.affordable(pending, PIECE_STEPS * seconds)
+        apart = min(max(affordable, LEAST_LAYERED_TOKENS), self._most_tokens, left)
+        mixed = min(max(fitting, LEAST_PIECE), left)
+        each_apart = (weights + cost.of_first(apart, pending)) / apart
+        each_mixed = cost.of_first(mixed, pending) / mixed
+        allowed = MOST_SLOWDOWN if mixed > fitting else 1.0
+        return apart if each_apart < allowed * each_mixed else 0
 
     def finish(self, piece: LayeredPiece) -> None:
         """Mark the tokens of a piece as done: all of their layers are computed."""
@@ -117,11 +113,12 @@ class LayeredPieces:
             self.piece = None
 
     def _batch(self, request: Request, tokens: int) -> Batch | None:
-        """Return the request's next tokens as a batch, if its layers can be computed apart. Tokens
-        of the prompt are apart from generated ones, which may be recorded."""
+        """Return the request's next tokens as a batch, if there are any, and their layers can be
+        computed apart. Tokens of the prompt are apart from generated ones, which may be
+        recorded."""
         sequence = request.sequence
         assert sequence is not None
-        if request.kind is not ResultKind.ANSWER or sequence.indivisible:
+        if not tokens or request.kind is not ResultKind.ANSWER or sequence.indivisible:
             return None
         length = sequence.prompt_length
         prompt = [(begin, min(end, length)) for begin, end in sequence.pending if begin < length]

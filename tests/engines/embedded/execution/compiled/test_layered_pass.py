@@ -159,9 +159,7 @@ def test_parts_go_on_while_half_of_the_next_one_should_be_done_in_time(until, pa
 def test_answers_are_the_same_beside_requests_that_decode(bench, family, monkeypatch):
     """Several policies, forks, preemption and a cancel, while a neighbour decodes: all prompts by
     pieces, and none."""
-    monkeypatch.setattr(
-        LayeredPieces, "suits", lambda self, request, _: self._batch(request, 1) is not None
-    )
+    monkeypatch.setattr(LayeredPieces, "_size", lambda *_: 40)
     begun, begin = [], CompiledStep.begin
 
     def counted(self, batch):
