@@ -2,19 +2,26 @@
 not looked at."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+import uvicorn
 from typer.testing import CliRunner
 
-from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
+from kvlinker.base.types.answers import Delta
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.engines.native.peaks import peaks
+from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker_lab import neighbour
 from kvlinker_lab.attention import Case, run_attention
 from kvlinker_lab.cli import app
 from kvlinker_lab.conversation import conversation_prompts, run_conversation
@@ -23,6 +30,7 @@ from kvlinker_lab.memory import run_memory
 from kvlinker_lab.neighbour import run_neighbour
 from kvlinker_lab.overhead import run_overhead
 from kvlinker_lab.products import run_products
+from kvlinker_lab.serving import served
 from kvlinker_lab.steps import run_steps
 from tests.toy_models import loaded_model, tiny_model
 
@@ -143,6 +151,81 @@ def test_a_neighbour_is_measured_alone_and_beside_a_prompt(subject):
     assert whole["worst_ms"] >= whole["beside_p99_ms"] >= whole["beside_p50_ms"] > 0
     assert whole["worst_ratio"] == pytest.approx(whole["worst_ms"] / whole["idle_ms"])
     assert cut["prefill_s"] is None or cut["steps"] <= 2
+
+
+class _Failing:
+    """An LLM and its engine, of whose requests the neighbour, or the one beside it, ends too
+    early."""
+
+    max_model_len = 4096
+
+    def __init__(self, ends: str, event: GenerationEvent) -> None:
+        self.engine = self
+        self._ends, self._event = ends, event
+        self._asked = 0
+        self.cancelled = 0
+
+    def generate(self, request, sink):
+        self._asked += 1
+        if self._asked == 1:
+            tokens = neighbour.IDLE_TOKENS + 4 if self._ends == "beside" else 5
+            for _ in range(tokens):
+                sink(0, cast(Delta, object()))
+        if self._asked == 2 or self._ends == "neighbour":
+            sink(0, self._event)
+        return self
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+@pytest.mark.parametrize("ends", ["neighbour", "beside"])
+def test_a_request_that_fails_is_no_figure(ends, monkeypatch):
+    monkeypatch.setattr(neighbour, "first_token", lambda *_: 0.0)
+    llm = _Failing(ends, Failed(KVLinkerError("no memory")))
+    with pytest.raises(KVLinkerError, match="no memory"):
+        neighbour._row(cast(LLM, llm), 300, 100)
+    assert llm.cancelled == (2 if ends == "beside" else 1)
+
+
+def test_a_neighbour_whose_answer_is_over_is_told(monkeypatch):
+    monkeypatch.setattr(neighbour, "first_token", lambda *_: 0.0)
+    llm = _Failing("neighbour", object.__new__(Finished))
+    with pytest.raises(KVLinkerError, match="a shorter prompt"):
+        neighbour._row(cast(LLM, llm), 300, 100)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_does_not_start_is_told(monkeypatch):
+    async def fails(*_, **__):
+        raise OSError("no port")
+
+    monkeypatch.setattr(uvicorn.Server, "serve", fails)
+    monkeypatch.setattr("kvlinker.doors.http.app.create_app", lambda *_: None)
+    with (
+        pytest.raises(KVLinkerError, match="did not start"),
+        served(cast(LLM, SimpleNamespace(settings=None))),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("products --rows a", "'a' is not a list of whole numbers"),
+        ("products --rows 1,", "'1,' is not a list"),
+        ("products --rows 0", "at least 1"),
+        ("products --shape tiny", "No such option"),
+        ("attention --queries 0", "at least 1"),
+        ("attention --dims 63", "63 must be even"),
+        ("roofline --model llama", "No such option"),
+        ("router --shape tiny", "No such option"),
+    ],
+)
+def test_bad_arguments_are_told(arguments, told):
+    run = CliRunner().invoke(app, arguments.split())
+    assert run.exit_code == 2
+    assert told in " ".join(run.output.split())
 
 
 def test_overhead_asks_the_same_both_ways(subject):

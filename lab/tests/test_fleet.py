@@ -243,3 +243,24 @@ def test_an_unknown_name_is_told(option: str) -> None:
     run = CliRunner().invoke(app, ["fleet", option])
     assert run.exit_code == 2
     assert option.partition("=")[2] in run.output
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--shape tiny", "--live starts servers"),
+        ("--replicas 1 --room 8", "a document's 16 chunks"),
+        ("--link-ms 0", "--link-ms"),
+        ("--live --shape no-such-shape --replicas 1 --requests 10", "no-such-shape"),
+    ],
+)
+def test_what_a_fleet_cannot_be_is_told(options: str, told: str) -> None:
+    run = CliRunner().invoke(app, ["fleet", *options.split()])
+    assert run.exit_code == 2
+    assert told in run.output
+
+
+def test_one_replica_at_least_stays() -> None:
+    assert len(Event("death", 0.9).changing(2, seed=0)) == 1
+    rows = simulated(1, 2, rules=["round_robin"], events=["death"], share=0.9)
+    assert all(row["resident_percent"] > 0 for row in rows)

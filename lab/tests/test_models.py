@@ -1,12 +1,23 @@
 """Verdicts on classes of models are kept, and become a table; the models are tried elsewhere."""
 
 import pytest
+from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker_lab.cli import app
 from kvlinker_lab.models.verdicts import COMMANDS, Verdict, read_linked, table, write_table
 from kvlinker_lab.models.vllm_verdicts import VerdictsFile, verdicts_in_vllm
 
 LLAMA, BAMBA = Verdict("llama", error=4e-6), Verdict("bamba", reason="it keeps a state")
+
+
+def test_a_page_keeps_the_rows_of_all_kinds(tmp_path):
+    page = tmp_path / "models.md"
+    page.write_text("all rows")
+    run = CliRunner().invoke(app, ["models", "llama", "--page", str(page)])
+    assert run.exit_code == 2
+    assert "leave the KINDs or --page out" in " ".join(run.output.split())
+    assert page.read_text() == "all rows"
 
 
 def test_kept_verdicts_are_not_tried_again(tmp_path):

@@ -1,8 +1,13 @@
 """Peers run the same model and are measured alike; their figures are not looked at."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
@@ -112,6 +117,31 @@ def test_a_process_of_its_own_answers_or_tells_why_not(task):
     assert list(measured.seconds) == CASES
     with pytest.raises(InvalidRequestError, match=r"transformers failed: .*nothing.* Leave it out"):
         run_peer(replace(task, model=f"{task.model}/nothing"), sys.executable)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_ended_leaves_nothing_behind(tmp_path):
+    command = [sys.executable, "-c", "from kvlinker_lab.cli import app; app()"]
+    arguments = ["peers", "--shape", "tiny", "--systems", "transformers", "--steps", "500"]
+    with subprocess.Popen(
+        [*command, *arguments],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as running:
+        while not (workers := _workers_of(running.pid)):
+            assert running.poll() is None
+            time.sleep(0.05)
+        assert list(tmp_path.glob("kvlinker-bench-*"))
+        running.terminate()
+        assert running.wait(60) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not list(tmp_path.glob("kvlinker-bench-*"))
+
+
+def _workers_of(pid):
+    children = psutil.Process(pid).children()
+    return [child for child in children if "kvlinker_lab.peers.worker" in child.cmdline()]
 
 
 def test_room_is_for_all_requests_of_the_largest_batch(task):

@@ -20,16 +20,22 @@ def test_kv_is_that_of_llama_3():
 
 def test_pairs_are_those_of_a_mask():
     """Of queries and keys that see each other, counted one by one."""
-    chunks, tokens, fresh = 3, 8, 5
+    chunks, tokens, fresh = 3, 40, 5
     length = chunks * tokens + fresh
     counted = passes_of(chunks, tokens, fresh)
     assert counted["full"][0].pairs == pytest.approx(sum(range(length + 1)), rel=0.05)
     assert counted["naive"][0].pairs == pytest.approx(
         sum(range(length - fresh + 1, length + 1)), rel=0.05
     )
-    assert [each.tokens for each in counted["legolink-16"]] == [chunks * tokens, fresh]
-    again = chunks * tokens * 5 // 100
+    assert [each.tokens for each in counted["legolink-16"]] == [(chunks - 1) * 16, fresh]
+    again = (chunks - 1) * tokens * 5 // 100
     assert [each.tokens for each in counted["query-5"]] == [fresh, again, fresh]
+
+
+def test_a_single_chunk_is_exact_where_it_is():
+    counted = passes_of(1, 512, 64)
+    assert counted["legolink-16"] == counted["naive"]
+    assert len(counted["query-5"]) == 2
 
 
 def test_who_computes_less_is_sooner_and_copying_costs():

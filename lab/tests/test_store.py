@@ -130,9 +130,15 @@ def test_many_chunks_cost_what_is_measured(subject):
         (["--cases", "ttft", "--tiers", "tape"], "Unknown tier 'tape'"),
         (["--cases", "ttft", "--tiers", "redis"], "--redis-url"),
         (["--plot", "/nowhere/plot.png"], "no folder"),
+        (
+            ["--cases", "hiding", "--redis-url", "redis://:secret@127.0.0.1:1"],
+            "No Redis server answers at redis://127.0.0.1:1: ",
+        ),
     ],
 )
 def test_bad_arguments_end_with_one_clear_line(arguments, message):
     result = CliRunner().invoke(app, ["store", "--shape", "tiny", *arguments])
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    told = " ".join(result.stderr.split())
+    assert message in told
+    assert "secret" not in told

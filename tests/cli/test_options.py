@@ -34,7 +34,7 @@ def probe() -> typer.Typer:
     probing = typer.Typer()
 
     @probing.command()
-    @settings_options()
+    @settings_options(*Settings.model_fields)
     def show(settings: Settings) -> None:
         print(f"port={settings.port} policy={settings.policy} memory={int(settings.host_memory)}")
         print(

@@ -25,7 +25,7 @@ from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import KeyValue, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.native.peaks import Peaks, peaks
-from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark
+from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
 from kvlinker.quality.progress import Progress, silent
@@ -90,7 +90,7 @@ class Case:
         ]
 
 
-@benchmark("attention")
+@benchmark("attention", runs_model=False, settings=("threads",))
 def attention(
     setup: Setup,
     *,
@@ -109,13 +109,18 @@ def attention(
 ) -> Report:
     """Measure attention over 4096 keys, in one segment and in eight, by 8 KV heads: the share of
     the processor's peak that it reaches."""
+    sizes = counts(dims)
+    if odd := [each for each in sizes if each % 2]:
+        raise InvalidRequestError(
+            f"--dims {dims}: a head is rotated in pairs, so {odd[0]} must be even.", param="dims"
+        )
     set_threads(setup.settings.threads)
     cases = [
         Case(*size, group, dim, segments)
-        for group in _numbers(groups)
-        for dim in _numbers(dims)
-        for size in [(1, each) for each in _numbers(queries)]
-        + [(each, 1) for each in _numbers(requests)]
+        for group in counts(groups)
+        for dim in sizes
+        for size in [(1, each) for each in counts(queries)]
+        + [(each, 1) for each in counts(requests)]
         for segments in SEGMENTS
     ]
     measured = run_attention(cases, mib=mib, repeat=repeat, progress=setup.progress)
@@ -217,7 +222,3 @@ def _row(case: Case, seconds: float, torchs: float, most: Peaks) -> Row:
         "of_peak": floor / seconds,
         "torch_fp32_ratio": seconds / torchs,
     }
-
-
-def _numbers(given: str) -> list[int]:
-    return [int(number) for number in given.split(",")]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts, names
 from kvlinker.quality.bench.harness.report import (
     Report,
@@ -19,13 +20,14 @@ from kvlinker.quality.bench.harness.report import (
     save_figure,
     versions,
 )
+from kvlinker.quality.bench.load.servers import model_to_serve
 from kvlinker.quality.progress import Progress, silent
 from kvlinker_lab.fleet.live import FORMS, run_live
 from kvlinker_lab.fleet.others import Approximate, BoundedHash, DualMap, LlmdPrefix, RayPrefix
 from kvlinker_lab.fleet.replicas import Costs, Fleet
 from kvlinker_lab.fleet.rules import LeastLoaded, Resident, RoundRobin, Rule
 from kvlinker_lab.fleet.simulation import Event, Simulation
-from kvlinker_lab.fleet.traffic import CHUNKS, ORDERS, prompts
+from kvlinker_lab.fleet.traffic import CHUNKS, ORDERS, TOPIC, prompts
 
 RULES: Mapping[str, Callable[[Fleet, Costs, int], Rule]] = {
     "round_robin": RoundRobin,
@@ -105,7 +107,7 @@ def fleet(
         str, typer.Option(help=f"What happens, with commas between: {', '.join(EVENTS)}.")
     ] = "none",
     share: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of replicas that end or join.")
+        float, typer.Option(min=0.0, max=0.9, help="Share of replicas that end or join, not all.")
     ] = 0.25,
     order: Annotated[
         str, typer.Option(help=f"The chunks of prompts: {' or '.join(ORDERS)}.")
@@ -116,14 +118,20 @@ def fleet(
     room: Annotated[int, typer.Option(min=8, help="Chunks in each replica's memory.")] = 1000,
     disk_room: Annotated[int, typer.Option(min=0, help="Chunks on its disk.")] = 0,
     requests: Annotated[int, typer.Option(min=10, help="Requests per replica.")] = 1000,
-    link_ms: Annotated[float, typer.Option(help="A prompt whose chunks are all resident.")] = 12.2,
-    chunk_ms: Annotated[float, typer.Option(help="Computing a chunk of 512 tokens.")] = 8.7,
-    load_ms: Annotated[float, typer.Option(help="Loading a chunk from disk.")] = 4.0,
-    answer_ms: Annotated[float, typer.Option(help="From the first to the last token.")] = 2000,
+    link_ms: Annotated[
+        float, typer.Option(min=0.01, help="A prompt whose chunks are all resident.")
+    ] = 12.2,
+    chunk_ms: Annotated[float, typer.Option(min=0, help="Computing a chunk of 512 tokens.")] = 8.7,
+    load_ms: Annotated[float, typer.Option(min=0, help="Loading a chunk from disk.")] = 4.0,
+    answer_ms: Annotated[
+        float, typer.Option(min=0, help="From the first to the last token.")
+    ] = 2000,
     busy: Annotated[
-        float, typer.Option(help="Share by which an answer under way slows a prompt.")
+        float, typer.Option(min=0, help="Share by which an answer under way slows a prompt.")
     ] = 0.0,
-    report_seconds: Annotated[float, typer.Option(help="From one report to the next.")] = 1.0,
+    report_seconds: Annotated[
+        float, typer.Option(min=0, help="From one report to the next.")
+    ] = 1.0,
     live: Annotated[
         bool, typer.Option(help="Real servers on this machine instead, of the configured model.")
     ] = False,
@@ -143,23 +151,36 @@ def fleet(
 
     sizes = counts(replicas)
     compared = [_known(rule, RULES) for rule in names(rules)]
+    settings: dict[str, Any]
     if live:
-        rows = [
-            row
-            for form, size in product([_known(form, FORMS) for form in names(forms)], sizes)
-            for row in run_live(
-                setup.settings,
-                size,
-                {rule: RULES[rule] for rule in compared},
-                form=form,
-                order=_known(order, ORDERS),
-                requests=requests,
-                seed=seed,
-                progress=setup.progress,
-            )
-        ]
-        settings = {"order": order, "requests": requests}
+        with model_to_serve(setup.settings, setup.shape) as served:
+            rows = [
+                row
+                for form, size in product([_known(form, FORMS) for form in names(forms)], sizes)
+                for row in run_live(
+                    served,
+                    size,
+                    {rule: RULES[rule] for rule in compared},
+                    form=form,
+                    order=_known(order, ORDERS),
+                    requests=requests,
+                    seed=seed,
+                    progress=setup.progress,
+                )
+            ]
+        model = setup.shape or served.served_name
+        settings = {"model": model, "order": order, "requests": requests}
     else:
+        if setup.shape is not None:
+            raise InvalidRequestError(
+                f"--shape {setup.shape}: no model runs in a simulation; --live starts servers.",
+                param="shape",
+            )
+        if min(sizes) * room < TOPIC:
+            raise InvalidRequestError(
+                f"--room {room}: {min(sizes)} replicas hold less than a document's {TOPIC} chunks.",
+                param="room",
+            )
         costs = Costs(link_ms / 1e3, chunk_ms / 1e3, load_ms / 1e3, answer_ms / 1e3, busy)
         rows = run_fleet(
             sizes,

@@ -85,7 +85,7 @@ def run_memory(
     """
     if not _CLEAR_REFS.exists():
         raise InvalidRequestError(
-            "bench memory needs Linux: there is no /proc/self/clear_refs here."
+            "kvlinker-lab memory needs Linux: there is no /proc/self/clear_refs here."
         )
     rows: list[Row] = []
     prompt = workload.prompt(subject.loaded.model.config.vocab_size)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.engines.contract.contract import GenerationEvent
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import Workload, first_token, greedy_request
 from kvlinker.quality.bench.harness.report import Report, Row
@@ -87,6 +88,11 @@ def run_neighbour(
     return replace(subject.report(rows), columns=COLUMNS)
 
 
+def _raise_failure(event: GenerationEvent) -> None:
+    if isinstance(event, Failed):
+        raise event.error
+
+
 def _row(llm: LLM, length: int, most_tokens: int) -> Row:
     """Let a neighbour decode alone, then beside a prompt of so many tokens."""
     warm_up, own, prompt = (
@@ -95,23 +101,40 @@ def _row(llm: LLM, length: int, most_tokens: int) -> Row:
     )
     first_token(llm.engine, warm_up, "full")
     events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    times: queue.SimpleQueue[float] = queue.SimpleQueue()
+    tokens: queue.SimpleQueue[tuple[float, GenerationEvent]] = queue.SimpleQueue()
     room = llm.max_model_len - NEIGHBOUR_TOKENS
+
+    def next_token() -> float:
+        when, event = tokens.get()
+        if isinstance(event, Finished):
+            raise KVLinkerError(
+                "The neighbour's answer ended before what is measured beside it: measure a shorter"
+                " prompt, or fewer tokens by --most-tokens."
+            )
+        _raise_failure(event)
+        return when
+
     decoding = llm.engine.generate(
         greedy_request(own, "full", max_tokens=room),
-        lambda _, event: times.put(time.perf_counter()),
+        lambda _, event: tokens.put((time.perf_counter(), event)),
     )
-    alone = [times.get() for _ in range(IDLE_TOKENS)]
-    begin = time.perf_counter()
-    computing = llm.engine.generate(
-        greedy_request(prompt, "full"), lambda _, event: events.put(event)
-    )
-    beside = [alone[-1]]
-    while events.empty() and len(beside) <= most_tokens:
-        beside.append(times.get())
-    seconds = None if events.empty() else time.perf_counter() - begin
-    decoding.cancel()
-    computing.cancel()
+    try:
+        alone = [next_token() for _ in range(IDLE_TOKENS)]
+        begin = time.perf_counter()
+        computing = llm.engine.generate(
+            greedy_request(prompt, "full"), lambda _, event: events.put(event)
+        )
+        beside = [alone[-1]]
+        try:
+            while events.empty() and len(beside) <= most_tokens:
+                beside.append(next_token())
+            seconds = None if events.empty() else time.perf_counter() - begin
+        finally:
+            computing.cancel()
+        if seconds is not None:
+            _raise_failure(events.get())
+    finally:
+        decoding.cancel()
     idle = statistics.median(after - before for before, after in pairwise(alone[1:]))
     gaps = sorted(after - before for before, after in pairwise(beside))
     return {

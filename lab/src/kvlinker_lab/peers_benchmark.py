@@ -127,6 +127,7 @@ def peers(
             ),
         ],
         columns=COLUMNS,
+        notes=[_own_part([runs[0] for runs in taken.values()])],
         warnings=[*warnings, *_doubts(correlations)],
     )
 
@@ -213,6 +214,16 @@ def _correlations(taken: Mapping[str, Sequence[Measured]]) -> dict[str, float]:
         return {}
     expected = told.get("transformers") or next(iter(told.values()))
     return {name: float(np.corrcoef(found, expected)[0, 1]) for name, found in told.items()}
+
+
+def _own_part(measured: Sequence[Measured]) -> str:
+    """Say what of each process's figures is not its system's."""
+    seconds = statistics.median(each.own_seconds for each in measured)
+    megabytes = statistics.median(each.own_bytes for each in measured) / 1e6
+    return (
+        f"Loading and peak memory have the comparison's own part in them: {seconds:.1f} s and"
+        f" {megabytes:.0f} MB, which kvlinker would take for itself anyway."
+    )
 
 
 def _doubts(correlations: Mapping[str, float]) -> list[str]:

@@ -22,7 +22,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt8Matrix,
 )
 from kvlinker.engines.native.peaks import Peaks, peaks
-from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark
+from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
 from kvlinker.quality.progress import Progress, silent
@@ -45,7 +45,7 @@ ROWS = "1,2,4,8,16,33,64,128,256"
 COLUMNS = ("weights", "rows", "ms", "gflop_per_s", "gb_per_s", "of_peak", "torch_fp32_ratio")
 
 
-@benchmark("products")
+@benchmark("products", runs_model=False, settings=("threads",))
 def products(
     setup: Setup,
     *,
@@ -64,9 +64,8 @@ def products(
     """Measure products of rows and weights in bf16, 8 and 4 bits: the share of the processor's peak
     that they reach. Inputs in 8 bits meet weights in 8 and 4 bits, or those of 16 weights in 8."""
     set_threads(1 if cpu_time else setup.settings.threads)
-    numbers = [int(count) for count in rows.split(",")]
     measured = run_products(
-        numbers, mib=mib, repeat=repeat, cpu_time=cpu_time, progress=setup.progress
+        counts(rows), mib=mib, repeat=repeat, cpu_time=cpu_time, progress=setup.progress
     )
     return replace(measured, command=setup.command)
 

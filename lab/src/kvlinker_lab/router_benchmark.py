@@ -23,7 +23,7 @@ UNDER_WAY = 1000
 """The requests that are answered at a time."""
 
 
-@benchmark("router")
+@benchmark("router", runs_model=False)
 def router(
     setup: Setup,
     *,
@@ -64,11 +64,11 @@ def run_router(
         measured.add(str(number))
         measured.set_ready(str(number), True)
         _tell(measured, number, random.integers(corpus, size=resident).tolist(), whole=True)
+    held = psutil.Process().memory_info().rss - before
     prompts = [
         PromptOutline(tuple(WantedChunk(_name(chunk), TOKENS) for chunk in wanted))
         for wanted in random.integers(corpus, size=(decisions, chunks)).tolist()
     ]
-    held = psutil.Process().memory_info().rss - before
     began = time.process_time()
     taken = []
     for index, prompt in enumerate(prompts):

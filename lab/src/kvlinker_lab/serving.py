@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
+from kvlinker.base.errors import KVLinkerError
+
 if TYPE_CHECKING:
     from kvlinker.llm import LLM
 
@@ -31,6 +33,8 @@ def served(llm: LLM) -> Iterator[str]:
         )
         thread.start()
         while not server.started:
+            if not thread.is_alive():
+                raise KVLinkerError("The server did not start; its traceback is above.")
             time.sleep(0.01)
         try:
             yield url_of(listening)

@@ -21,6 +21,8 @@ HANGS = (
     "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 )
 
+HALF = "import sys; open(sys.argv[1], 'w').write('{\"resu'); raise SystemExit(1)"
+
 
 def step(name, code, seconds=100.0, needs=None):
     return Step(name, (sys.executable, "-c", code), seconds, needs)
@@ -44,6 +46,15 @@ def test_steps_go_on_where_one_fails_hangs_or_is_missing(tmp_path, monkeypatch):
     assert (failed.outcome, failed.message) == ("failed", "first\nno such kernel")
     assert late.outcome == "too late"
     assert (missing.outcome, missing.message) == ("left out", "no_such_package is not installed")
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit('no such kernel')", HALF])
+def test_a_step_has_its_own_figures_whole_or_none(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "SHORTEST", 0.0)
+    (tmp_path / "1-naps.json").write_text('{"results": [{"policy": "another run"}]}')
+    naps, writes = run([step("naps", code), step("writes", WRITES)], tmp_path, 300)
+    assert naps.results == ()
+    assert writes.results == [{"policy": "naive", "ms": 1.5}]
 
 
 def test_no_step_begins_when_the_time_is_over(tmp_path):
@@ -131,6 +142,18 @@ def test_the_command_ends_with_1_where_a_step_failed(tmp_path, monkeypatch):
     content = json.loads((tmp_path / "hour" / "report.json").read_text())
     assert [each["outcome"] for each in content["steps"]] == ["done", "failed"]
     assert "no such kernel" in (tmp_path / "hour" / "report.md").read_text()
+
+
+def test_what_was_tried_before_a_command_is_ended_is_reported(tmp_path, monkeypatch):
+    def ended(*_):
+        yield Outcome("kernels", "done", results=[{"check": "link", "error": 1e-6}])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "run", ended)
+    assert CliRunner().invoke(app, ["gpu", str(tmp_path / "hour"), "--tiny"]).exit_code != 0
+    content = json.loads((tmp_path / "hour" / "report.json").read_text())
+    assert [each["outcome"] for each in content["steps"]] == ["done"]
+    assert "| link | 1e-06 |" in (tmp_path / "hour" / "report.md").read_text()
 
 
 def test_without_a_gpu_the_way_out_is_named(tmp_path):

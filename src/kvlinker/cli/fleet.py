@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.1
 
 
 @app.callback(invoke_without_command=True)
-@settings_options()
+@settings_options(*Settings.model_fields)
 def fleet(
     settings: Settings,
     context: typer.Context,

@@ -46,12 +46,12 @@ def parse_pairs(options: list[str] | None) -> dict[str, str]:
 
 
 def settings_options(*names: str) -> Callable[[Command], Command]:
-    """Give a command options for the named fields of Settings, or for all, and ``--config``.
+    """Give a command options for the named fields of Settings, and ``--config``.
 
     The command takes the settings as its first argument. Options win over ``KVLINKER_*`` variables
     and the file.
     """
-    fields = {name: Settings.model_fields[name] for name in names or Settings.model_fields}
+    fields = {name: Settings.model_fields[name] for name in names}
 
     def decorate(command: Command) -> Command:
         @wraps(command)

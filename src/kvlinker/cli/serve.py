@@ -27,7 +27,7 @@ LEAST_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 
 
-@settings_options()
+@settings_options(*Settings.model_fields)
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
     with failures(BAD_USAGE):

@@ -41,6 +41,7 @@ def figure(
     ] = False,
 ) -> None:
     """Measure a figure of the papers anew: a plot, a table, and the paper's claim beside them."""
+    from kvlinker.quality.bench.load.servers import ended_by_signals
     from kvlinker_lab.figures.figure import find_figure, known_figures
     from kvlinker_lab.figures.lab import Lab
     from kvlinker_lab.figures.page import show_figure, write_figure
@@ -59,7 +60,7 @@ def figure(
             command = shlex.join(
                 ["kvlinker-lab", *(one.name if word == "all" else word for word in sys.argv[1:])]
             )
-            with progress_display() as progress:
+            with ended_by_signals(), progress_display() as progress:
                 rows = one.measure(lab := Lab(settings, command, limit, shape, progress))
             write_figure(page, one, lab.report(rows, one.shape), list(known), plots)
             typer.echo(f"{one.name}: {one.finding(rows)}")

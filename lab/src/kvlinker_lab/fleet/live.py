@@ -173,9 +173,12 @@ def _router(servers: Sequence[str]) -> Iterator[str]:
                 raise ServerFailedError("kvlinker router did not start.")
             reader = threading.Thread(target=process.stderr.read, daemon=True)
             reader.start()  # so that what it logs does not fill the pipe
+            deadline = time.monotonic() + ANSWER_SECONDS
             while not all(
                 replica["epoch"] for replica in httpx.get(f"{found[1]}/status").json()["replicas"]
             ):
+                if time.monotonic() > deadline:
+                    raise ServerFailedError("kvlinker router does not know what its servers have.")
                 time.sleep(_POLL_SECONDS)
             yield found[1]
         finally:

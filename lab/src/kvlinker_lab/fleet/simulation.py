@@ -36,11 +36,11 @@ class Event:
     preloads: bool = False
 
     def changing(self, size: int, seed: int) -> list[int]:
-        """Return which replicas end, or join."""
+        """Return which replicas end, or join: at least one of ``size`` stays."""
         if self.kind == "none":
             return []
         order = np.random.default_rng(seed).permutation(size)
-        return [int(each) for each in order[: round(self.share * size)]]
+        return [int(each) for each in order[: min(round(self.share * size), size - 1)]]
 
 
 @dataclass(slots=True)

@@ -26,13 +26,14 @@ def gpu(
     """Try kernels, both engines and their benchmarks on a GPU, and write report.md and report.json.
 
     Nothing is downloaded. A part that fails is reported, and the others go on; the command then
-    ends with 1.
+    ends with 1. The report is written anew after each part.
     """
     import torch
 
     from kvlinker.base.errors import InvalidRequestError
     from kvlinker.cli.console import BAD_USAGE, failures
     from kvlinker.quality.bench.harness.report import describe_machine, versions
+    from kvlinker.quality.bench.load.servers import ended_by_signals
     from kvlinker_lab.gpu.plots import draw
     from kvlinker_lab.gpu.steps import first_hour, run
 
@@ -41,22 +42,19 @@ def gpu(
             raise InvalidRequestError("There is no CUDA GPU here; --tiny tries everything without.")
     folder.mkdir(parents=True, exist_ok=True)
     about = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    outcomes = []
-    for outcome in run(first_hour("tiny" if tiny else shape, tiny=tiny), folder, 60 * minutes):
-        typer.echo(f"{outcome.name}: {outcome.outcome} in {outcome.seconds:.0f} s")
-        outcomes.append(outcome)
-    content = {
-        "machine": about,
-        "versions": versions(),
-        "steps": [asdict(each) for each in outcomes],
-    }
-    (folder / "report.json").write_text(json.dumps(content, indent=2, default=str) + "\n")
-    pictures = {}
-    for number, each in enumerate(outcomes, 1):
-        picture = f"{number}-{each.name.replace(' ', '-')}.svg"
-        if draw(each.results, folder / picture):
-            pictures[each.name] = picture
-    (folder / "report.md").write_text(report(about, outcomes, pictures))
+    outcomes: list[Outcome] = []
+    pictures: dict[str, str] = {}
+    with ended_by_signals():
+        for outcome in run(first_hour("tiny" if tiny else shape, tiny=tiny), folder, 60 * minutes):
+            typer.echo(f"{outcome.name}: {outcome.outcome} in {outcome.seconds:.0f} s")
+            outcomes.append(outcome)
+            picture = f"{len(outcomes)}-{outcome.name.replace(' ', '-')}.svg"
+            if draw(outcome.results, folder / picture):
+                pictures[outcome.name] = picture
+            steps = [asdict(each) for each in outcomes]
+            content = {"machine": about, "versions": versions(), "steps": steps}
+            (folder / "report.json").write_text(json.dumps(content, indent=2, default=str) + "\n")
+            (folder / "report.md").write_text(report(about, outcomes, pictures))
     typer.echo(f"{folder / 'report.md'}")
     if any(each.outcome in ("failed", "too late") for each in outcomes):
         raise typer.Exit(1)

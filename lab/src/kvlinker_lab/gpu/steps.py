@@ -114,6 +114,7 @@ def run(steps: Sequence[Step], folder: Path, seconds: float) -> Iterator[Outcome
 
 def _run(step: Step, file: Path, seconds: float) -> Outcome:
     results, log = file.with_suffix(".json"), file.with_suffix(".log")
+    results.unlink(missing_ok=True)  # another run's
     command = [*step.command, str(results)]
     began = time.monotonic()
     with (
@@ -135,7 +136,9 @@ def _run(step: Step, file: Path, seconds: float) -> Outcome:
             with suppress(ProcessLookupError):  # what it has started, too
                 os.killpg(process.pid, 9)
     lines = log.read_text(errors="replace").strip().splitlines()
-    rows = json.loads(results.read_text())["results"] if results.is_file() else ()
+    rows: Sequence[Mapping[str, Any]] = ()
+    with suppress(FileNotFoundError, ValueError):  # not written, or not to its end
+        rows = json.loads(results.read_text())["results"]
     return Outcome(
         step.name,
         outcome,

@@ -46,6 +46,11 @@ def models(
     from kvlinker_lab.models.verdicts import counts, table, verdict, write_table
 
     with failures(BAD_USAGE):
+        if kinds and page is not None:
+            raise InvalidRequestError(
+                f"A table of {', '.join(kinds)} alone would take the place of all in {page}: leave"
+                " the KINDs or --page out."
+            )
         unknown = sorted(set(kinds or ()) - set(KINDS))
         if unknown:
             raise InvalidRequestError(f"transformers has no causal model {', '.join(unknown)}.")

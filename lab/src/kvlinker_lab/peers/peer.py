@@ -55,6 +55,8 @@ class Task:
     policy: str = "legolink-16"
     """Links the chunks."""
     vllm_options: Mapping[str, Any] | None = None
+    started: float = 0.0
+    """When the process that runs it was started, in seconds since the epoch."""
 
     @property
     def fresh(self) -> Workload:

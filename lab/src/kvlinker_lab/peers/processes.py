@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kvlinker.base.errors import InvalidRequestError
@@ -56,7 +57,7 @@ def run_peer(task: Task, python: str) -> Measured:
     """
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
         asked, answered = Path(folder) / "task.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps(asdict(task)))
+        asked.write_text(json.dumps(asdict(replace(task, started=time.time()))))
         run = subprocess.run(
             [python, "-m", f"{__package__}.worker", str(asked), str(answered)],
             capture_output=True,

@@ -37,6 +37,10 @@ class Measured:
     tell them."""
     versions: Mapping[str, str]
     """The versions of the peer's own packages."""
+    own_seconds: float = 0.0
+    """The time until the comparison's own code was there, before the peer's."""
+    own_bytes: int = 0
+    """What was resident then."""
 
 
 def measure(task: Task) -> Measured:
@@ -45,6 +49,7 @@ def measure(task: Task) -> Measured:
     Every case runs on tokens that the peer has not seen, so that no cache of prefixes helps. One
     prefill, which does not count, lets it set up what it needs for its first request.
     """
+    own_seconds, own_bytes = time.time() - task.started, _peak_bytes()
     kind = find_peer(task.peer)
     generator = np.random.default_rng(0)
 
@@ -53,7 +58,7 @@ def measure(task: Task) -> Measured:
         return drawn
 
     with kind.start(task) as peer:
-        seconds = {"load": time.time() - psutil.Process().create_time()}
+        seconds = {"load": time.time() - task.started}
         logprobs = peer.logprobs(tokens(min(COMPARED_TOKENS, task.prefill_tokens)))
         peer.prefill(tokens(task.prefill_tokens))
         seconds[f"prefill {task.prefill_tokens}"] = peer.prefill(tokens(task.prefill_tokens))
@@ -72,6 +77,8 @@ def measure(task: Task) -> Measured:
             peak_bytes=_peak_bytes(),
             logprobs=None if logprobs is None else list(logprobs),
             versions=_versions(kind.distributions),
+            own_seconds=own_seconds,
+            own_bytes=own_bytes,
         )
 
 

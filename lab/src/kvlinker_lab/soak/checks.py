@@ -8,6 +8,7 @@ from statistics import median
 
 from kvlinker.quality.bench.harness.report import ReportCheck
 from kvlinker_lab.soak.clients import Tally
+from kvlinker_lab.soak.plan import FEWEST_SAMPLES
 from kvlinker_lab.soak.readings import Figures
 
 _MOST_FAILURES = 3
@@ -21,6 +22,10 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
     third may exceed that of the middle third by the share ``growth``, or by ``slack`` where that is
     more.
     """
+    if len(values) < FEWEST_SAMPLES:
+        return ReportCheck(
+            name, False, f"{len(values)} samples say too little: {FEWEST_SAMPLES} are needed"
+        )
     third = len(values) // 3
     middle, last = median(values[third : 2 * third]), median(values[2 * third :])
     allowed = max(growth * middle, slack)

@@ -76,11 +76,6 @@ class Tally:
     failures: Counter[str] = field(default_factory=Counter)
     """Everything else that went wrong, by what was said of it."""
 
-    @property
-    def requests(self) -> int:
-        """All requests for answers."""
-        return self.complete + self.aborted + self.not_found + self.cut
-
     def add(self, result: RequestResult, *, aborts: bool, deleted: bool) -> None:
         """Count what became of a request. ``aborts``: its client had to leave early; ``deleted``:
         it asked for what is not there any more."""

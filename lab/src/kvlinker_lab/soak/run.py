@@ -98,13 +98,13 @@ class _Soak:
     async def run(self) -> SoakResult:
         """Send the traffic, and judge what was seen."""
         begin = await self._figures()
-        sampling = asyncio.create_task(self._sample_forever())
         over = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:  # which ends where one of them fails
+            sampling = tasks.create_task(self._sample_forever())
             tasks.create_task(self._restart_until(over))
             await self.clients.send_mixed(self.plan.seconds)
             over.set()
-        sampling.cancel()
+            sampling.cancel()
         mixed = await self._quiet_figures()
         calm = await self.clients.send_calm(_CALM_CONVERSATIONS * self.plan.users)
         end = await self._quiet_figures()

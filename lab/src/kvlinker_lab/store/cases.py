@@ -10,11 +10,15 @@ from kvlinker.quality.bench.harness.files import check_cold_reads
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.report import Report
 from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker.store.redaction import place_of, redacted
 from kvlinker_lab.store.crowd import crowd_rows
 from kvlinker_lab.store.first_token import first_token_rows
 from kvlinker_lab.store.hiding import hiding_rows
 from kvlinker_lab.store.throughput import throughput_rows
 from kvlinker_lab.store.writing import writing_rows
+
+REDIS_SECONDS = 5.0
+"""How long a Redis server may take to answer at first."""
 
 
 def run_store(
@@ -60,9 +64,25 @@ def run_store(
         "crowd": lambda: crowd_rows(entries, progress=progress),
     }
     check_cold_reads()
+    if redis_url is not None:
+        _check_redis(redis_url)
     for case in cases:
         if case not in measured:
             raise InvalidRequestError(
                 f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases"
             )
     return subject.report([row for case in cases for row in measured[case]()])
+
+
+def _check_redis(url: str) -> None:
+    """Raise InvalidRequestError where no Redis server answers."""
+    import redis
+
+    try:
+        redis.Redis.from_url(url, socket_connect_timeout=REDIS_SECONDS).ping()
+    except (redis.RedisError, ValueError) as error:
+        raise InvalidRequestError(
+            f"No Redis server answers at {place_of(url)}: {redacted(str(error), url)}. Start one,"
+            " or leave --redis-url out.",
+            param="redis_url",
+        ) from error

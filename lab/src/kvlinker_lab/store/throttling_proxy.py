@@ -82,7 +82,11 @@ async def _serve(
         ready.send(listener.getsockname()[1])
         while True:
             client, _ = await loop.sock_accept(listener)
-            server = socket.create_connection(address)
+            try:
+                server = socket.create_connection(address)
+            except OSError:
+                client.close()
+                continue
             for end in (client, server):
                 end.setblocking(False)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

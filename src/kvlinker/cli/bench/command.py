@@ -51,12 +51,13 @@ class BenchmarkGroup(LazyGroup):
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     """Make the function of a benchmark's command; its options are its parameters."""
     from kvlinker.quality.bench.harness.report import require_plot
+    from kvlinker.quality.bench.load.servers import ended_by_signals
 
     def run(
         settings: Settings,
         *,
-        shape: str | None,
         json: Path | None,
+        shape: str | None = None,
         plot: Path | None = None,
         **own: Any,
     ) -> None:
@@ -64,7 +65,7 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
             require_folders(json, plot)
             if plot is not None:
                 require_plot(plot)
-            with progress_display() as progress:
+            with ended_by_signals(), progress_display() as progress:
                 report = benchmark.run(
                     Setup(settings, shape, command_line(program), progress), **own
                 )
@@ -80,7 +81,7 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     _, *options = signature(benchmark.run).parameters.values()
     parameters = [
         Parameter("settings", Parameter.POSITIONAL_OR_KEYWORD, annotation=Settings),
-        _option("shape", Shape),
+        *([_option("shape", Shape)] if benchmark.runs_model else []),
         *(
             option.replace(annotation=types[option.name], kind=Parameter.KEYWORD_ONLY)
             for option in options
@@ -91,7 +92,8 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = getdoc(benchmark.run)
-    return settings_options(*MODEL_OPTIONS, *benchmark.settings)(run)
+    naming = MODEL_OPTIONS if benchmark.runs_model else ()
+    return settings_options(*naming, *benchmark.settings)(run)
 
 
 def _option(name: str, annotation: Any) -> Parameter:

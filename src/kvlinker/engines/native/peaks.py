@@ -4,7 +4,6 @@ compare kernels with."""
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -52,19 +51,20 @@ def _measure() -> Peaks:
     peak = _Peak(threads, STEPS, numbers.data_ptr(), count, sums.data_ptr())
     seconds, operations = {}, {}
     for name in names:
-        seconds[name] = _median_seconds(functions[name], peak)
+        seconds[name] = _fewest_seconds(functions[name], peak)
         operations[name] = threads * STEPS * peak.operations / seconds[name]
     products, of_bytes, reading = names
     return Peaks(operations[products], operations[of_bytes], 4 * count / seconds[reading])
 
 
-def _median_seconds(function: native.Function, peak: _Peak) -> float:
+def _fewest_seconds(function: native.Function, peak: _Peak) -> float:
+    """Return the time of the round that others on this machine disturbed least."""
     taken = []
     for _ in range(REPEAT):
         begin = time.perf_counter()
         function(peak)
         taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
+    return min(taken)
 
 
 class _Peak(ctypes.Structure):

@@ -156,6 +156,8 @@ class Benchmark:
     settings: tuple[str, ...] = ()
     """The fields of ``Settings`` that are options of its command, in addition to those that name
     the model."""
+    runs_model: bool = True
+    """False if no model runs: then no option names one."""
     plot: Callable[[Sequence[Row], Path], None] | None = None
     """Draws the rows that are shown into a file."""
     shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None

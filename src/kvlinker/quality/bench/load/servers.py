@@ -104,15 +104,14 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
             given["vllm_options"] = json.dumps(vllm_options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
         command = [*COMMAND, "serve", *flags]
-        with _ended_by_signals():
-            process = _start(command, log)
-            server = Server("", process, state_dir, log)
-            try:
-                server.url = _wait_until_up(process, log)
-                server.command = [*command, f"--port={urlsplit(server.url).port}"]
-                yield server
-            finally:
-                _stop(server.process or process)
+        process = _start(command, log)
+        server = Server("", process, state_dir, log)
+        try:
+            server.url = _wait_until_up(process, log)
+            server.command = [*command, f"--port={urlsplit(server.url).port}"]
+            yield server
+        finally:
+            _stop(server.process or process)
 
 
 def _flag(name: str, value: Any) -> str:
@@ -147,9 +146,9 @@ def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as an exit does, so that its servers end before
-    it."""
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as an exit does, so that the processes that it has
+    started end before it, and its temporary files are removed."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
