@@ -15,7 +15,7 @@ from kvlinker.base.types.answers import Delta
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.native.peaks import peaks
+from kvlinker.engines.native.peaks import doubts, peaks
 from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
@@ -84,6 +84,13 @@ def test_products_are_held_against_the_processors_peaks():
     assert report.machine["peak_tflop_per_s"] > 0
     on_the_processor = run_products([2], mib=6, repeat=1, cpu_time=True)
     assert all(row["ms"] > 0 and row["of_peak"] is None for row in on_the_processor.rows)
+
+
+def test_more_than_a_peak_is_doubted():
+    assert doubts([0.5, None, 1.0]) == []
+    assert doubts([]) == []
+    (told,) = doubts([0.5, 1.234])
+    assert told.startswith("1.23 of the peak")
 
 
 @pytest.mark.skipif(native_attention() is None, reason="no native attention")

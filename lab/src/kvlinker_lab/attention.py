@@ -24,7 +24,7 @@ from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import KeyValue, View
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.native.peaks import Peaks, peaks
+from kvlinker.engines.native.peaks import Peaks, doubts, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
@@ -166,6 +166,7 @@ def run_attention(
         settings={"keys": KEYS, "kv_heads": KV_HEADS, "mib": mib, "repeat": repeat},
         rows=rows,
         columns=COLUMNS,
+        warnings=doubts(row["of_peak"] for row in rows),
     )
 
 

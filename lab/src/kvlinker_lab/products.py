@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
     NativeInt8Matrix,
 )
-from kvlinker.engines.native.peaks import Peaks, peaks
+from kvlinker.engines.native.peaks import Peaks, doubts, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
@@ -119,6 +119,7 @@ def run_products(
         settings={"matrix": f"{OUTPUTS} × {INPUTS}", "mib": mib, "repeat": repeat},
         rows=rows,
         columns=COLUMNS,
+        warnings=doubts(row["of_peak"] for row in rows),
     )
 
 

@@ -3,18 +3,24 @@ something."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from kvlinker.quality.bench.harness.report import ReportCheck
+from kvlinker.quality.bench.load.endpoint import ServerFailedError
 from kvlinker.quality.bench.load.servers import Server
 from kvlinker_lab import soak_benchmark
 from kvlinker_lab.cli import app
-from kvlinker_lab.soak.run import SoakResult
+from kvlinker_lab.soak.clients import Tally
+from kvlinker_lab.soak.plan import SoakPlan
+from kvlinker_lab.soak.readings import Figures
+from kvlinker_lab.soak.run import SoakResult, _Soak
 
 
 @pytest.mark.slow
@@ -99,6 +105,30 @@ def test_restarts_lose_no_request(tmp_path: Path) -> None:
     assert last["complete"] > 0
     assert (last["lost"], last["cut"], last["failed"]) == (0, 0, 0)
     assert {check["name"]: check["passed"] for check in content["checks"]}["restarts"]
+
+
+def test_a_sample_that_fails_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clients:
+        tally = Tally()
+
+        async def send_mixed(self, seconds: float) -> None:
+            await asyncio.sleep(600)
+
+    async def figures(_: _Soak) -> Figures:
+        return Figures.read("")
+
+    async def fails(*_: object) -> None:
+        raise ServerFailedError("no metrics")
+
+    monkeypatch.setattr(_Soak, "_figures", figures)
+    monkeypatch.setattr(_Soak, "_row", fails)
+    plan = SoakPlan(seconds=600, every=0.01, policies=["naive"])
+    nothing: Any = None
+    soak = _Soak(
+        Server("http://none"), nothing, cast(Any, Clients()), nothing, nothing, plan, "0", print
+    )
+    with pytest.raises(ServerFailedError, match="no metrics"):
+        asyncio.run(soak.run())
 
 
 def test_a_check_that_fails_ends_the_command_with_1(

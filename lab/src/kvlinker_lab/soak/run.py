@@ -99,12 +99,15 @@ class _Soak:
         """Send the traffic, and judge what was seen."""
         begin = await self._figures()
         over = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:  # which ends where one of them fails
-            sampling = tasks.create_task(self._sample_forever())
-            tasks.create_task(self._restart_until(over))
-            await self.clients.send_mixed(self.plan.seconds)
-            over.set()
-            sampling.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sampling = tasks.create_task(self._sample_forever())
+                tasks.create_task(self._restart_until(over))
+                await self.clients.send_mixed(self.plan.seconds)
+                over.set()
+                sampling.cancel()
+        except ExceptionGroup as failed:  # the first of them has ended the others
+            raise failed.exceptions[0] from None
         mixed = await self._quiet_figures()
         calm = await self.clients.send_calm(_CALM_CONVERSATIONS * self.plan.users)
         end = await self._quiet_figures()
