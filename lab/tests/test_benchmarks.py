@@ -15,7 +15,7 @@ from kvlinker.base.types.answers import Delta
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.native.peaks import doubts, peaks
+from kvlinker.engines.native.peaks import peaks
 from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
 from kvlinker.quality.bench.harness.measurement import Workload
@@ -29,7 +29,7 @@ from kvlinker_lab.isolation import run_isolation
 from kvlinker_lab.memory import run_memory
 from kvlinker_lab.neighbour import run_neighbour
 from kvlinker_lab.overhead import run_overhead
-from kvlinker_lab.products import run_products
+from kvlinker_lab.products import doubts, run_products
 from kvlinker_lab.serving import served
 from kvlinker_lab.steps import run_steps
 from tests.toy_models import loaded_model, tiny_model

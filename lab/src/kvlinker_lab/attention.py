@@ -24,11 +24,12 @@ from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.views import KeyValue, View
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.native.peaks import Peaks, doubts, peaks
+from kvlinker.engines.native.peaks import Peaks, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn, seconds_of
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
 from kvlinker.quality.progress import Progress, silent
+from kvlinker_lab.products import doubts
 
 KV_HEADS = 8
 KEYS = 4096

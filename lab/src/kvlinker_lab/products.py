@@ -4,7 +4,7 @@ reads at most."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
     NativeInt8Matrix,
 )
-from kvlinker.engines.native.peaks import Peaks, doubts, peaks
+from kvlinker.engines.native.peaks import Peaks, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts
 from kvlinker.quality.bench.harness.measurement import in_turn
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
@@ -121,6 +121,14 @@ def run_products(
         columns=COLUMNS,
         warnings=doubts(row["of_peak"] for row in rows),
     )
+
+
+def doubts(shares: Iterable[float | None]) -> list[str]:
+    """Return a warning where a share of the peaks is more than all."""
+    most = max((each for each in shares if each is not None), default=0.0)
+    if most <= 1:
+        return []
+    return [f"{most:.2f} of the peak: others computed while that was measured. Measure again."]
 
 
 def _timed(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:

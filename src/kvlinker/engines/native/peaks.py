@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,14 +33,6 @@ class Peaks:
 
     bytes_per_s: float
     """Of memory that is read once."""
-
-
-def doubts(shares: Iterable[float | None]) -> list[str]:
-    """Return a warning where a share of the peaks is more than all."""
-    most = max((each for each in shares if each is not None), default=0.0)
-    if most <= 1:
-        return []
-    return [f"{most:.2f} of the peak: others computed while that was measured. Measure again."]
 
 
 @cache
