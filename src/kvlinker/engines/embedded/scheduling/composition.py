@@ -202,7 +202,7 @@ class StepComposer:
             return []
         sure, eldest = prompts[0], min(prompts, key=lambda request: request.turn)
         reserved = min(LEAST_PIECE, budget.tokens)
-        if eldest is not sure and (due := self._due_to(eldest, budget)):
+        if eldest is not sure and (due := self._settle_with(eldest, budget)):
             sure, reserved = eldest, due
         budget.spend(sure, reserved)
         granted = []
@@ -229,7 +229,7 @@ class StepComposer:
         share = max(0.0, ELDEST_SHARE * budget.amount)
         shared = []
         if eldest in ordered[place + 1 :] and not self.pieces.suits(eldest, budget.usual):
-            due = self._due_to(eldest, budget)
+            due = self._settle_with(eldest, budget)
             if due:
                 budget.spend(eldest, due)
                 shared.append((eldest, due))
@@ -238,9 +238,10 @@ class StepComposer:
         self._served[piece.request.tenant] += share + max(0.0, budget.amount)
         return shared
 
-    def _due_to(self, eldest: Request, budget: _Budget) -> int:
-        """Return how many tokens the prompt whose turn came first gets in this step at least:
-        ``ELDEST_SHARE`` of it, or ``LEAST_PIECE`` in some steps where these take more than that."""
+    def _settle_with(self, eldest: Request, budget: _Budget) -> int:
+        """Return how many tokens the prompt whose turn came first gets in this step at least, and
+        count them as paid: ``ELDEST_SHARE`` of it, or ``LEAST_PIECE`` in some steps where these
+        take more than that."""
         least, fitting = min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE)
         if fitting >= least or budget.amount <= 0:
             return fitting
