@@ -439,6 +439,21 @@ def test_subscribers_are_told_of_each_layer_and_of_the_loss(
     assert "A listener of a chunk's arrival failed" in caplog.text
 
 
+def test_a_subscriber_that_subscribes_again_is_called_once_a_layer() -> None:
+    """A chunk that arrives while several steps run is subscribed to in each of them."""
+    kv, calls = empty(2), []
+
+    class Scheduler:
+        def wake(self) -> None:
+            calls.append(kv.delivered)
+
+    scheduler = Scheduler()
+    for layer in chunk_kv(2).layers:
+        kv.subscribe(scheduler.wake)
+        kv.deliver(layer)
+    assert calls == [1, 2]
+
+
 # --- the store
 
 

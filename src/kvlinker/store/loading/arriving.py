@@ -35,7 +35,7 @@ class ArrivingKV:
         self._layers: list[LayerKV] = []
         self._given_up = False
         self._lock = threading.Lock()
-        self._subscribers: list[Callable[[], None]] = []
+        self._subscribers: dict[Callable[[], None], None] = {}  # a set that keeps the order
 
     @property
     def delivered(self) -> int:
@@ -78,10 +78,10 @@ class ArrivingKV:
         self._tell()
 
     def subscribe(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called after each further layer, and when the rest is lost, in the
-        thread that delivers or gives up. Earlier changes are not reported: check the state after
-        subscribing."""
-        self._subscribers.append(changed)
+        """Call ``changed`` after each further layer, and when the rest is lost, in the thread that
+        delivers or gives up. Earlier changes are not reported: check the state after subscribing.
+        Idempotent: a callable that is equal to an earlier one is called once a change."""
+        self._subscribers[changed] = None
 
     def _tell(self) -> None:
         for changed in tuple(self._subscribers):

@@ -3,12 +3,14 @@ they are late."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator
+from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode
 from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import FreshSegment, Prompt
@@ -83,3 +85,28 @@ def test_what_is_expected_keeps_half_of_the_pool_at_most() -> None:
         pool.expect(name, 9)
     assert pool.left(1) == "bcd"
     assert pool.left(1) == "bc"
+
+
+class Counting(dict[PrefixNode, None]):
+    """Counts how often all nodes are looked through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[PrefixNode]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_all_nodes_are_looked_through_once_for_each_tenant_not_for_each_eviction() -> None:
+    """The scheduler's lock is held meanwhile."""
+    names = {str(number): ("one", "two", "three")[number % 3] for number in range(60)}
+    pool = Pool(names)
+    for name in list(names)[:20]:
+        pool.expect(name, 5 + int(name))
+    used = Counting(pool.tree._used)
+    evicted = []
+    for node in given_up_next(used, pool.allocator, pool.now):
+        del used[node]
+        evicted.append(node)
+    assert len(evicted) == len(set(evicted)) == 60
+    assert used.passes <= 6

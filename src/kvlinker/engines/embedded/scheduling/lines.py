@@ -17,8 +17,8 @@ class Lines:
     """Holds the requests that have not ended, each in its line by when it is due, and sums up the
     predicted seconds that are left of them.
 
-    Who comes last, as most do, is entered and counted in a time that does not depend on how many
-    are there.
+    A request that comes last in its line, as most do, is entered and counted in a time that grows
+    with the logarithm of the line's length. One that comes earlier moves those behind it.
     """
 
     def __init__(self) -> None:
