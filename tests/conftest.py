@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,46 +25,17 @@ for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
 # Kernels for GPUs are interpreted: none is expected here.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# Examples are the same in every run, and a busy machine is no failure.
-settings.register_profile(
-    "kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("kvlinker")
-
-
-SHARD = os.environ.get("SHARD", "1/1")
-"""Which part of the test files is run, of how many; each file is in one of them, and tests marked
-``every_shard`` are in all."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share what is made once for their module run in one worker of pytest-xdist, one
-    after another, in any order: it is made once indeed."""
-    part, parts = map(int, SHARD.split("/"))
-    others = {
-        item
-        for item in items
-        if crc32(_file(item).encode()) % parts != part - 1
-        and item.get_closest_marker("every_shard") is None
-    }
-    config.hook.pytest_deselected(items=list(others))
-    items[:] = [item for item in items if item not in others]
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
-            fixtures = chain.from_iterable(item._fixtureinfo.name2fixturedefs.values())
-            if any(fixture.scope == "module" for fixture in fixtures):
-                item.add_marker(pytest.mark.xdist_group(_file(item)))
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A shard without tests is no failure."""
-    if SHARD != "1/1" and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
+# Examples are the same in every run, and a busy machine is no failure. ``--hypothesis-profile all``
+# tries as many as each test wants.
+for profile, most in (("core", 25), ("all", 100)):
+    settings.register_profile(
+        profile,
+        max_examples=most,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("core")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ WEATHER: Any = {
 QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("model", FIELD_MODELS.values(), ids=FIELD_MODELS)
 def test_a_model_of_the_field(model: FieldModel, tmp_path: Path) -> None:
     model.save(tmp_path / "model")

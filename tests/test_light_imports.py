@@ -38,7 +38,7 @@ print(*sys.modules)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_collecting_loads_nothing_heavy() -> None:
     """The light folders are collected in a process of their own, which then tells which heavy
     modules it has."""
@@ -70,7 +70,7 @@ print(is_scipy_available(), *(name for name, kept in sys.modules.items() if kept
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_commands_load_no_library_that_the_engine_does_not_need() -> None:
     """They take as much memory as a model of 90M parameters."""
     run = subprocess.run(
@@ -82,7 +82,7 @@ def test_commands_load_no_library_that_the_engine_does_not_need() -> None:
     assert not {"scipy", "sklearn", "triton"} & set(after.split())
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_program_that_uses_the_library_has_all_of_transformers() -> None:
     program = EMBEDDED.replace("kvlinker.cli, ", "")
     run = subprocess.run(
@@ -91,6 +91,7 @@ def test_a_program_that_uses_the_library_has_all_of_transformers() -> None:
     assert run.stdout.split()[-1] == "True"
 
 
+@pytest.mark.whole
 def test_commands_leave_transformers_as_it_is_once_imported() -> None:
     """vLLM imports it before kvlinker's engine is, and it remembers then what is installed."""
     first = "from transformers.utils import is_scipy_available; is_scipy_available()"

@@ -12,7 +12,7 @@ def test_there_are_two_examples():
     assert [README_URL in program for program, _ in README_EXAMPLES] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_client_of_a_server(tmp_path):
     program, shown = README_EXAMPLES[0]
     with kvlinker_serve([], os.environ | {"KVLINKER_STATE_DIR": str(tmp_path)}) as url:

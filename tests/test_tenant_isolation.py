@@ -177,7 +177,7 @@ def empty(llm: LLM) -> None:
         llm.store.delete(key)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_garbage_in_one_tenants_kv_changes_nothing_for_another(
     make_llm: MakeLLM, where: dict[str, Any]
 ) -> None:
@@ -220,7 +220,7 @@ def ask(llm: LLM, tenant: str, prompt: Sequence[Any], policy: str) -> list[float
     return [entry.logprob for entry in answer.logprobs]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_variants_that_one_tenant_made_of_shared_chunks_serve_it_alone(make_llm: MakeLLM) -> None:
     """The other one asks for the same, in the same order, and again, when it has variants of its
     own."""
@@ -249,7 +249,7 @@ def test_variants_that_one_tenant_made_of_shared_chunks_serve_it_alone(make_llm:
     assert moved(answers(both, "a", shared[both]), settled) > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_garbage_in_one_tenants_spilled_prefixes_changes_nothing_for_another(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_your_documents_and_your_model(folder: Path, tmp_path: Path) -> None:
     text = page("tutorial.md")
     (questions,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
@@ -127,7 +127,7 @@ def test_your_documents_and_your_model(folder: Path, tmp_path: Path) -> None:
     assert scores["full"] == 1.0, "the page's own questions are answered"
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(
     not (shutil.which("curl") and shutil.which("openssl")), reason="the page uses curl and openssl"
 )
@@ -135,7 +135,7 @@ def test_a_server_for_others(folder: Path) -> None:
     run_page(page("tutorial-operators.md"), folder)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_policy_of_your_own(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="builds the package")
     run_page(page("tutorial-policies.md"), folder, KVLINKER_STATE_DIR=str(tmp_path / "state"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -135,28 +134,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 8},
     ),
 }
-
-QUICK = (
-    "llama",
-    "mistral-window",
-    "gemma2-softcap",
-    "gpt_neox-partial",
-    "gpt_oss-sinks",
-    "deepseek_v3-latents-interleaved",
-    "gemma4-shared-two-sizes",
-    "llama4-interleaved-nope",
-)
-"""Families that together have each kind of attention: what all policies are tried on in every run
-of the tests; the others follow in the slow ones."""
-
-
-def each_family() -> list[Any]:
-    """Parameters of a test that is slow but for some families."""
-    return [
-        family if family in QUICK else pytest.param(family, marks=pytest.mark.slow)
-        for family in FAMILIES
-    ]
-
 
 FOR_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-two-sizes": (

@@ -15,7 +15,7 @@ from kvlinker_lab.agents_benchmark import plot, run_agents
 from kvlinker_lab.handovers_benchmark import all_tasks, run_handovers
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_answers_that_are_handed_over_need_no_computation(tmp_path: Path) -> None:
     subject = Setup(load_settings(), "tiny").subject()
     report = run_agents(subject, Work(2, 64, 16, "naive"), {"tools": SCENARIOS["tools"]})
@@ -42,7 +42,7 @@ def test_every_scenario_hands_over_what_was_said_before() -> None:
             assert all(document < 4 for document in turn.documents)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_questions_are_asked_in_every_way_that_answers_are_handed_over() -> None:
     subject = Setup(load_settings()).subject()
     report = run_handovers(subject, "reader", limit=2, settings={})

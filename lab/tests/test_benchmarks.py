@@ -216,23 +216,24 @@ def test_a_server_that_does_not_start_is_told(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("products --rows a", "'a' is not a list of whole numbers"),
-        ("products --rows 1,", "'1,' is not a list"),
-        ("products --rows 0", "at least 1"),
-        ("products --shape tiny", "No such option"),
-        ("attention --queries 0", "at least 1"),
-        ("attention --dims 63", "63 must be even"),
-        ("roofline --model llama", "No such option"),
-        ("router --shape tiny", "No such option"),
-    ],
-)
-def test_bad_arguments_are_told(arguments, told):
-    run = CliRunner().invoke(app, arguments.split())
-    assert run.exit_code == 2
-    assert told in " ".join(run.output.split())
+BAD_ARGUMENTS = [
+    ("products --rows a", "'a' is not a list of whole numbers"),
+    ("products --rows 1,", "'1,' is not a list"),
+    ("products --rows 0", "at least 1"),
+    ("products --shape tiny", "No such option"),
+    ("attention --queries 0", "at least 1"),
+    ("attention --dims 63", "63 must be even"),
+    ("roofline --model llama", "No such option"),
+    ("router --shape tiny", "No such option"),
+]
+
+
+def test_bad_arguments_are_told(subtests):
+    for arguments, told in BAD_ARGUMENTS:
+        with subtests.test(arguments):
+            run = CliRunner().invoke(app, arguments.split())
+            assert run.exit_code == 2
+            assert told in " ".join(run.output.split())
 
 
 def test_overhead_asks_the_same_both_ways(subject):

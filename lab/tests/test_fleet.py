@@ -58,25 +58,28 @@ def test_where_prompts_begin_alike_prefixes_do_as_well() -> None:
         assert abs(rows[rule]["resident_percent"] - rows["resident"]["resident_percent"]) < 5
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_no_request_is_lost_when_replicas_end(rule: str) -> None:
+def test_no_request_is_lost_when_replicas_end(subtests: pytest.Subtests) -> None:
     """All are answered, and none by a replica that has ended; what had begun there is cut."""
-    fleet = Fleet(8, room=160)
-    simulation = Simulation(
-        fleet, RULES[rule](fleet, COSTS, 0), COSTS, event=Event("death"), report_seconds=1.0
-    )
-    asked = list(prompts(8 * 160, 800, seed=0))
-    row = simulation.run(asked, [0.04 * number for number in range(800)])
-    assert fleet.alive.sum() == 6
-    assert row["lost"] == 0
-    assert row["cut"] == sum(request.cut for request in simulation.requests) > 0
-    assert all((request.first_byte or 0) >= COSTS.link - 1e-9 for request in simulation.requests)
-    assert any(request.tries == 2 for request in simulation.requests)
-    ended = 0.04 * 800 * EVENT_SHARE
-    late = [request for request in simulation.requests if request.arrived > ended]
-    assert all(fleet.alive[request.replica] for request in late)
-    assert not fleet.waiting.any()
-    assert not any(replica.answering for replica in fleet.replicas)
+    for name, rule in RULES.items():
+        with subtests.test(name):
+            fleet = Fleet(8, room=160)
+            simulation = Simulation(
+                fleet, rule(fleet, COSTS, 0), COSTS, event=Event("death"), report_seconds=1.0
+            )
+            asked = list(prompts(8 * 160, 800, seed=0))
+            row = simulation.run(asked, [0.04 * number for number in range(800)])
+            assert fleet.alive.sum() == 6
+            assert row["lost"] == 0
+            assert row["cut"] == sum(request.cut for request in simulation.requests) > 0
+            assert all(
+                (request.first_byte or 0) >= COSTS.link - 1e-9 for request in simulation.requests
+            )
+            assert any(request.tries == 2 for request in simulation.requests)
+            ended = 0.04 * 800 * EVENT_SHARE
+            late = [request for request in simulation.requests if request.arrived > ended]
+            assert all(fleet.alive[request.replica] for request in late)
+            assert not fleet.waiting.any()
+            assert not any(replica.answering for replica in fleet.replicas)
 
 
 def test_who_joins_with_the_hottest_chunks_computes_less_than_who_joins_empty() -> None:
@@ -221,7 +224,7 @@ def test_the_plot_is_drawn(tmp_path) -> None:
     assert (tmp_path / "fleet.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("form", FORMS)
 def test_real_servers_behind_the_router_have_what_is_wanted(form: str) -> None:
     compared = {name: RULES[name] for name in ("round_robin", "resident")}

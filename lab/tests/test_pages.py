@@ -37,11 +37,12 @@ def test_the_introduction_lists_all_commands() -> None:
     assert sorted(listed) == sorted(group.list_commands(typer.Context(group)))
 
 
-@pytest.mark.parametrize("name", known_figures())
-def test_each_figure_is_in_the_summary_and_in_full(name: str) -> None:
+def test_each_figure_is_in_the_summary_and_in_full(subtests: pytest.Subtests) -> None:
     summary, full = SUMMARY.read_text(), PAGES[1].read_text()
-    assert f"| [{name}](" in summary
-    assert f"](reproduction/{name}.png)" in summary
-    assert f"`kvlinker-lab figure {name}" in full
-    assert f"](../../docs/reproduction/{name}.png)" in full
-    assert (PAGES[1].with_suffix("") / f"{name}.json").is_file()
+    for name in known_figures():
+        with subtests.test(name):
+            assert f"| [{name}](" in summary
+            assert f"](reproduction/{name}.png)" in summary
+            assert f"`kvlinker-lab figure {name}" in full
+            assert f"](../../docs/reproduction/{name}.png)" in full
+            assert (PAGES[1].with_suffix("") / f"{name}.json").is_file()

@@ -73,7 +73,7 @@ def test_no_chunks_no_linked_cases(task):
 
 
 @pytest.mark.parametrize(("name", "most"), [("kvlinker-int8", 0.05), ("kvlinker-int4", 0.3)])
-@pytest.mark.slow
+@pytest.mark.whole
 def test_kvlinker_runs_the_same_model_in_fewer_bits(tmp_path, name, most):
     task = task_for(
         random_model("tiny", dtype=torch.float32, device=torch.device("cpu")),
@@ -111,7 +111,7 @@ def test_models_that_llama_cpp_would_run_otherwise_are_refused(tmp_path):
         measure(task)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_process_of_its_own_answers_or_tells_why_not(task):
     measured = run_peer(task, sys.executable)
     assert list(measured.seconds) == CASES
@@ -119,7 +119,7 @@ def test_a_process_of_its_own_answers_or_tells_why_not(task):
         run_peer(replace(task, model=f"{task.model}/nothing"), sys.executable)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_comparison_that_is_ended_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-c", "from kvlinker_lab.cli import app; app()"]
     arguments = ["peers", "--shape", "tiny", "--systems", "transformers", "--steps", "500"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,26 +36,24 @@ def call(kind: str, served: Served, method: str, *args: Any, **kwargs: Any) -> A
     return asyncio.run(called())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("method", "arguments", "wrong", "meant"),
-    [
-        ("chat_completion", (HELLO,), "max_token", "max_tokens"),
-        ("chat_completion", (HELLO,), "polcy", "policy"),
-        ("chat_completion", (HELLO,), "strem", "stream"),
-        ("generate_context_cache", (["a"],), "ttls", "ttl"),
-        ("generate_context_cache", (["a"],), "meta_data", "metadata"),
-        ("search", ("a",), "limt", "limit"),
-        ("list_caches", (), "scop", "scope"),
-    ],
-)
-def test_the_nearest_argument_is_named(
-    served: Served, kind: str, method: str, arguments: Any, wrong: str, meant: str
-) -> None:
-    with pytest.raises(UnknownArgumentError) as caught:
-        call(kind, served, method, *arguments, **{wrong: "x"})
-    assert repr(wrong) in str(caught.value)
-    assert str(caught.value).endswith(f"Did you mean {meant!r}?")
+MISSPELT: list[tuple[str, Any, str, str]] = [
+    ("chat_completion", (HELLO,), "max_token", "max_tokens"),
+    ("chat_completion", (HELLO,), "polcy", "policy"),
+    ("chat_completion", (HELLO,), "strem", "stream"),
+    ("generate_context_cache", (["a"],), "ttls", "ttl"),
+    ("generate_context_cache", (["a"],), "meta_data", "metadata"),
+    ("search", ("a",), "limt", "limit"),
+    ("list_caches", (), "scop", "scope"),
+]
+
+
+def test_the_nearest_argument_is_named(served: Served, subtests: pytest.Subtests) -> None:
+    for kind, (method, arguments, wrong, meant) in product(KINDS, MISSPELT):
+        with subtests.test(f"{kind}.{method}({wrong})"):
+            with pytest.raises(UnknownArgumentError) as caught:
+                call(kind, served, method, *arguments, **{wrong: "x"})
+            assert repr(wrong) in str(caught.value)
+            assert str(caught.value).endswith(f"Did you mean {meant!r}?")
 
 
 @pytest.mark.parametrize("method", ["completion", "chat_completion"])

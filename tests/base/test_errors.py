@@ -39,19 +39,20 @@ def test_no_error_below_the_server_names_a_route() -> None:
     assert list(strings_below_the_server()) == []
 
 
-@pytest.mark.parametrize("way", list(WayOut))
-def test_each_door_has_its_own_words(way: WayOut) -> None:
-    message = f"It went wrong. {way}"
-    assert in_words_of("python", message) == message
-    assert not ROUTE.search(message)
-    told = in_words_of("http", message)
-    assert "()" not in told
-    assert in_words_of("python", told) == message
-    assert (
-        in_words_of("command", told)
-        == in_words_of("command", message)
-        == f"It went wrong. {way.command}"
-    )
+def test_each_door_has_its_own_words(subtests: pytest.Subtests) -> None:
+    for way in WayOut:
+        with subtests.test(way.name):
+            message = f"It went wrong. {way}"
+            assert in_words_of("python", message) == message
+            assert not ROUTE.search(message)
+            told = in_words_of("http", message)
+            assert "()" not in told
+            assert in_words_of("python", told) == message
+            assert (
+                in_words_of("command", told)
+                == in_words_of("command", message)
+                == f"It went wrong. {way.command}"
+            )
 
 
 def test_the_library_speaks_of_its_calls_and_the_server_of_its_routes(served: Served) -> None:

@@ -70,7 +70,7 @@ def native_threads(program: str, threads: int, folder: Path) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("program", [SERVE_A_REQUEST, MEASURE], ids=["serving", "measuring"])
 def test_the_engine_has_the_only_pool(program: str, tmp_path: Path) -> None:
     few, many = (native_threads(program, count, tmp_path / str(count)) for count in (2, 6))

@@ -160,24 +160,23 @@ def test_without_any_tier_it_fails(folder: Path) -> None:
     assert "no tier was measured" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--price", "tape=3"], "Unknown tier 'tape'"),
-        (["--price", "disk=cheap"], "'cheap' is no price"),
-        (["--policy", "blend"], "Unknown policy"),
-        (["--shape", "9b"], "Unknown shape"),
-        (["--context-tokens", "70000"], "the model takes 65536"),
-        (["--disk-codec", "int3"], "disk-codec"),
-        (["--json", "/no/such/folder/r.json"], "there is no folder"),
-    ],
-)
-def test_bad_arguments_end_with_one_clear_line(
-    folder: Path, arguments: Sequence[str], message: str
-) -> None:
-    result = advise(folder, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+BAD_ARGUMENTS = [
+    (["--price", "tape=3"], "Unknown tier 'tape'"),
+    (["--price", "disk=cheap"], "'cheap' is no price"),
+    (["--policy", "blend"], "Unknown policy"),
+    (["--shape", "9b"], "Unknown shape"),
+    (["--context-tokens", "70000"], "the model takes 65536"),
+    (["--disk-codec", "int3"], "disk-codec"),
+    (["--json", "/no/such/folder/r.json"], "there is no folder"),
+]
+
+
+def test_bad_arguments_end_with_one_clear_line(folder: Path, subtests: pytest.Subtests) -> None:
+    for arguments, message in BAD_ARGUMENTS:
+        with subtests.test(" ".join(arguments)):
+            result = advise(folder, *arguments)
+            assert result.exit_code == 2
+            assert message in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

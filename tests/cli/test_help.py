@@ -31,7 +31,10 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
                 yield from commands(command.get_command(context, name), (*path, name))
 
 
-ALL = {" ".join(path): command for path, command in commands(typer.main.get_command(app))}
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    """All commands by the words that call them."""
+    return {" ".join(path): command for path, command in commands(typer.main.get_command(app))}
 
 
 def words(text: str) -> str:
@@ -44,18 +47,18 @@ def written(text: str | None) -> str:
     return words((text or "").replace("\\[", "["))
 
 
-def test_all_commands_are_found() -> None:
-    assert {"serve", "ingest", "caches rekey", "bench ttft", "bench quality"} <= ALL.keys()
+def test_all_commands_are_found(everything: dict[str, Any]) -> None:
+    assert {"serve", "ingest", "caches rekey", "bench ttft", "bench quality"} <= everything.keys()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_help_shows_what_is_written(name: str) -> None:
-    command = ALL[name]
-    shown = words(CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output)
-    for paragraph in (command.help or "").split("\n\n"):
-        assert written(paragraph) in shown
-    for parameter in command.params:
-        assert written(getattr(parameter, "help", None)) in shown
+def test_help_shows_what_is_written(everything: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for name, command in everything.items():
+        with subtests.test(name or "kvlinker"):
+            shown = words(CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output)
+            for paragraph in (command.help or "").split("\n\n"):
+                assert written(paragraph) in shown
+            for parameter in command.params:
+                assert written(getattr(parameter, "help", None)) in shown
 
 
 def test_help_says_what_the_commands_say() -> None:

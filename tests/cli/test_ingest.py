@@ -329,8 +329,8 @@ def test_cost_is_told_before_and_after(
     (line,) = lines(result)
     nbytes = line["tokens"] * tiny_model().kv_bytes_per_token
     assert (
-        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes / 1000:.1f} KB of KV for 28 B of"
-        " text" in result.stderr
+        f"to cache: 1 chunks, {line['tokens']} tokens: {nbytes} B of KV for 28 B of text"
+        in result.stderr
     )
     assert "disk_codec int8" in result.stderr
     assert re.search(r"[\d.]+ K?B on disk for 28 B of text", result.stderr)
@@ -375,43 +375,42 @@ def test_same_file_twice_is_ingested_once(library: Path, state: Path) -> None:
     assert len(lines(ingest(library / "deep", library / "deep" / "numbers.txt"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "complaint"),
-    [
-        (["missing"], 2, "missing"),
-        ([".", "--max-tokens", "0"], 2, "--max-tokens"),
-        (["image.png"], 1, "no text"),
-        (["blank.txt"], 1, "no text"),
-        (["image.png", "--url", "SERVER"], 1, "no text"),
-        ([".", "--glob", "*.rst"], 1, "no text"),
-        ([".", "--glob", "/docs/*"], 2, "--glob is '/docs/*', but must be a pattern such as"),
-        ([".", "--glob", "a**", "--url", "SERVER"], 2, "--glob is 'a**'"),
-        (
-            [".", "--method", "paragaph"],
-            2,
-            "--method is 'paragaph': it must be one of fixed, markdown, paragraph",
-        ),
-        ([".", "--ttl", "-5"], 2, "--ttl"),
-        ([".", "--ttl", "1e15", "--url", "SERVER"], 1, "ttl"),
-        ([".", "--max-tokens", "99999999"], 1, "'max_tokens' must be an integer"),
-        ([".", "--max-tokens", "99999999", "--url", "SERVER"], 1, "split.max_tokens"),
-        ([".", "--url", "http://127.0.0.1:9"], 1, "No server answers at http://127.0.0.1:9"),
-    ],
-)
+FAILURES = [
+    (["missing"], 2, "missing"),
+    ([".", "--max-tokens", "0"], 2, "--max-tokens"),
+    (["image.png"], 1, "no text"),
+    (["blank.txt"], 1, "no text"),
+    (["image.png", "--url", "SERVER"], 1, "no text"),
+    ([".", "--glob", "*.rst"], 1, "no text"),
+    ([".", "--glob", "/docs/*"], 2, "--glob is '/docs/*', but must be a pattern such as"),
+    ([".", "--glob", "a**", "--url", "SERVER"], 2, "--glob is 'a**'"),
+    (
+        [".", "--method", "paragaph"],
+        2,
+        "--method is 'paragaph': it must be one of fixed, markdown, paragraph",
+    ),
+    ([".", "--ttl", "-5"], 2, "--ttl"),
+    ([".", "--ttl", "1e15", "--url", "SERVER"], 1, "ttl"),
+    ([".", "--max-tokens", "99999999"], 1, "'max_tokens' must be an integer"),
+    ([".", "--max-tokens", "99999999", "--url", "SERVER"], 1, "split.max_tokens"),
+    ([".", "--url", "http://127.0.0.1:9"], 1, "No server answers at http://127.0.0.1:9"),
+]
+
+
 def test_failures(
     library: Path,
     state: Path,
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    code: int,
-    complaint: str,
+    subtests: pytest.Subtests,
 ) -> None:
     monkeypatch.chdir(library)
-    result = ingest(*[served.url if argument == "SERVER" else argument for argument in arguments])
-    assert result.exit_code == code
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr
+    for arguments, code, complaint in FAILURES:
+        with subtests.test(" ".join(arguments)):
+            result = ingest(*(served.url if each == "SERVER" else each for each in arguments))
+            assert result.exit_code == code
+            assert complaint in result.stderr
+            assert "Traceback" not in result.stderr
 
 
 def test_through_a_server(library: Path, served: Served) -> None:

@@ -82,29 +82,30 @@ def test_options_win_over_variables_over_file(probe: typer.Typer, tmp_path: Path
     assert result.output.startswith(f"port=3333 policy=naive memory={2**20}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--port", "99999"], "--port"),
-        (["--port", "web"], "--port"),
-        (["--policy", "wishful"], "Unknown policy 'wishful'"),
-        (["--policy", "legolink-0"], "legolink-0"),
-        (
-            ["--dtype", "flaot32"],
-            "from option --dtype): it must be 'auto', 'float32', 'bfloat16' or 'float16'. Did you",
-        ),
-        (["--engine", "steam"], "--engine"),
-        (["--max-model-len", "1"], "--max-model-len"),
-        (["--host-memory", "much"], "--host-memory"),
-        (["--host", "0.0.0.0"], "loopback"),
-    ],
-)
-def test_bad_usage_is_one_line(arguments: list[str], complaint: str) -> None:
-    result = runner.invoke(app, ["serve", *arguments])
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert complaint in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+BAD_USAGE = [
+    (["--port", "99999"], "--port"),
+    (["--port", "web"], "--port"),
+    (["--policy", "wishful"], "Unknown policy 'wishful'"),
+    (["--policy", "legolink-0"], "legolink-0"),
+    (
+        ["--dtype", "flaot32"],
+        "from option --dtype): it must be 'auto', 'float32', 'bfloat16' or 'float16'. Did you",
+    ),
+    (["--engine", "steam"], "--engine"),
+    (["--max-model-len", "1"], "--max-model-len"),
+    (["--host-memory", "much"], "--host-memory"),
+    (["--host", "0.0.0.0"], "loopback"),
+]
+
+
+def test_bad_usage_is_one_line(subtests: pytest.Subtests) -> None:
+    for arguments, complaint in BAD_USAGE:
+        with subtests.test(" ".join(arguments)):
+            result = runner.invoke(app, ["serve", *arguments])
+            assert result.exit_code == 2
+            assert result.stdout == ""
+            assert complaint in result.stderr
+            assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

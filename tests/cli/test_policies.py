@@ -66,7 +66,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("arguments", [["--values", "1"], ["query-{}"], ["legolink-{}"]])
 def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: list[str]) -> None:
     """The values that are tried by default fit each policy."""
@@ -77,18 +77,19 @@ def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: 
     assert "cannot tell settings apart" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["legolink-4"], "must have one {}"),
-        (["legolink-{}", "--values", "0"], "from 1 to 4096"),
-        (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["query-{}", "--target", "2"], "--target"),
-        (["query-{}", "--target", "0"], "above 0, at most 1"),
-        (["query-{}", "--target", "nan"], "--target"),
-    ],
-)
-def test_bad_calibrations_are_refused(arguments: list[str], message: str) -> None:
-    result = runner.invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
+BAD_CALIBRATIONS = [
+    (["legolink-4"], "must have one {}"),
+    (["legolink-{}", "--values", "0"], "from 1 to 4096"),
+    (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    (["query-{}", "--target", "2"], "--target"),
+    (["query-{}", "--target", "0"], "above 0, at most 1"),
+    (["query-{}", "--target", "nan"], "--target"),
+]
+
+
+def test_bad_calibrations_are_refused(subtests: pytest.Subtests) -> None:
+    for arguments, message in BAD_CALIBRATIONS:
+        with subtests.test(" ".join(arguments)):
+            result = runner.invoke(app, ["calibrate", *arguments])
+            assert result.exit_code == 2
+            assert message in result.output

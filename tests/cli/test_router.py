@@ -29,28 +29,29 @@ CACHES = "/v1/context_caches"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(
-    ("backends", "message"),
-    [
-        (["ftp://host:1"], "ftp://host:1 is no address"),
-        (["http://host:1/v1"], "is no address"),
-        (["http://host:1?x=1"], "is no address"),
-        (["http://host:1/#"], "is no address"),
-        (["http://host:99999"], "is no address"),
-        (["http://host:port"], "is no address"),
-        (["http://[::1:8000"], "is no address"),
-        (["http://:8000"], "is no address"),
-        (["http://host:1", "http://host:1/"], "may be given once"),
-        (["http://me:hush@host:1"], "takes no user and password"),
-        (["http://host:1", "http://host:1"], "may be given once"),
-        ([], "--backend"),
-    ],
-)
-def test_backends_that_cannot_be(backends: Sequence[str], message: str) -> None:
-    arguments = [word for each in backends for word in ("--backend", each)]
-    run = CliRunner().invoke(app, ["router", "--port", "0", *arguments])
-    assert run.exit_code == 2
-    assert message in " ".join(run.output.split())
+NO_BACKENDS: list[tuple[list[str], str]] = [
+    (["ftp://host:1"], "ftp://host:1 is no address"),
+    (["http://host:1/v1"], "is no address"),
+    (["http://host:1?x=1"], "is no address"),
+    (["http://host:1/#"], "is no address"),
+    (["http://host:99999"], "is no address"),
+    (["http://host:port"], "is no address"),
+    (["http://[::1:8000"], "is no address"),
+    (["http://:8000"], "is no address"),
+    (["http://host:1", "http://host:1/"], "may be given once"),
+    (["http://me:hush@host:1"], "takes no user and password"),
+    (["http://host:1", "http://host:1"], "may be given once"),
+    ([], "--backend"),
+]
+
+
+def test_backends_that_cannot_be(subtests: pytest.Subtests) -> None:
+    for backends, message in NO_BACKENDS:
+        with subtests.test(" ".join(backends)):
+            arguments = [word for each in backends for word in ("--backend", each)]
+            run = CliRunner().invoke(app, ["router", "--port", "0", *arguments])
+            assert run.exit_code == 2
+            assert message in " ".join(run.output.split())
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://host", "tcp://host:", "tcp://", "udp://host:1", ""])
@@ -118,7 +119,7 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_server_is_killed_in_the_middle_of_traffic(tmp_path: Path) -> None:
     """Requests without a first byte are answered by the other one, streams end with an event, ids
     stay good."""

@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_serve(tmp_path: Path) -> None:
     """Takes a question, and stops with its chunk caches on the disk."""
     environment = os.environ | {
@@ -71,7 +71,7 @@ def test_serve(tmp_path: Path) -> None:
     assert len(list((tmp_path / "state" / "chunks").rglob("*.safetensors"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_taken_port_is_told_before_the_model_is_loaded() -> None:
     with bind("127.0.0.1", 0) as listener:
         listener.listen()

@@ -127,25 +127,24 @@ def test_counts_and_rates() -> None:
     assert Period(period.since, period.since).rate("requests_total") == 0
 
 
-@pytest.mark.parametrize(
-    ("share", "before", "after", "value"),
-    [
-        (0.5, (0, 0, 0, 0), (2, 2, 2, 2), 0.5),
-        (0.5, (0, 0, 0, 0), (0, 4, 4, 4), 1.5),
-        (0.99, (0, 0, 0, 0), (0, 0, 100, 100), 3.98),
-        (0.5, (5, 5, 5, 5), (5, 5, 9, 9), 3.0),
-        (0.99, (0, 0, 0, 0), (0, 0, 0, 7), 4.0),
-        (0.5, (3, 4, 5, 6), (3, 4, 5, 6), None),
-    ],
-)
-def test_quantiles(
-    share: float, before: tuple[int, ...], after: tuple[int, ...], value: float | None
-) -> None:
-    period = Period(observed(*before), observed(*after))
-    assert period.quantile(share, TIME_TO_FIRST_TOKEN) == (
-        value if value is None else pytest.approx(value)
-    )
-    assert period.quantile(share, "load_seconds") is None
+QUANTILES = [
+    (0.5, (0, 0, 0, 0), (2, 2, 2, 2), 0.5),
+    (0.5, (0, 0, 0, 0), (0, 4, 4, 4), 1.5),
+    (0.99, (0, 0, 0, 0), (0, 0, 100, 100), 3.98),
+    (0.5, (5, 5, 5, 5), (5, 5, 9, 9), 3.0),
+    (0.99, (0, 0, 0, 0), (0, 0, 0, 7), 4.0),
+    (0.5, (3, 4, 5, 6), (3, 4, 5, 6), None),
+]
+
+
+def test_quantiles(subtests: pytest.Subtests) -> None:
+    for share, before, after, value in QUANTILES:
+        with subtests.test(str(share), before=before, after=after):
+            period = Period(observed(*before), observed(*after))
+            assert period.quantile(share, TIME_TO_FIRST_TOKEN) == (
+                value if value is None else pytest.approx(value)
+            )
+            assert period.quantile(share, "load_seconds") is None
 
 
 def test_the_window_moves() -> None:

@@ -50,14 +50,12 @@ def server_environment() -> dict[str, str]:
     return {name: value for file, name, value in settings_given() if file == "kubernetes"}
 
 
-@pytest.mark.parametrize(
-    "given", list(settings_given()), ids=lambda given: f"{given[0]}: {given[1]}"
-)
-def test_every_setting_exists_and_takes_its_value(given: tuple[str, str, str]) -> None:
-    _, name, value = given
-    assert name.lower() in Settings.model_fields
-    assert isinstance(value, str), "a number or boolean of YAML is no value of a variable"
-    load_settings(**{name.lower(): PLACEHOLDERS.sub("placeholder", value)})
+def test_every_setting_exists_and_takes_its_value(subtests: pytest.Subtests) -> None:
+    for file, name, value in settings_given():
+        with subtests.test(f"{file}: {name}"):
+            assert name.lower() in Settings.model_fields
+            assert isinstance(value, str), "a number or boolean of YAML is no value of a variable"
+            load_settings(**{name.lower(): PLACEHOLDERS.sub("placeholder", value)})
 
 
 def test_commands_exist_with_their_options() -> None:

@@ -51,7 +51,7 @@ def test_all_has_every_extra_that_users_combine() -> None:
     assert together == EXTRAS.keys() - {"all", "vllm", "peers", "dev"}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("extras", ["all", "all,vllm"])
 def test_extras_resolve(extras: str, tmp_path: Path) -> None:
     try:

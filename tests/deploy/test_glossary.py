@@ -16,10 +16,11 @@ def test_it_has_the_nouns() -> None:
     assert len(PLACES) >= 35
 
 
-@pytest.mark.parametrize(("name", "file"), PLACES)
-def test_terms_are_defined_where_it_says(name: str, file: str) -> None:
-    code = (ROOT / "src" / "kvlinker" / file).read_text()
-    assert re.search(rf"^(class {name}\b|{name}(: TypeAlias)? = )", code, re.MULTILINE)
+def test_terms_are_defined_where_it_says(subtests: pytest.Subtests) -> None:
+    for name, file in PLACES:
+        with subtests.test(name, file=file):
+            code = (ROOT / "src" / "kvlinker" / file).read_text()
+            assert re.search(rf"^(class {name}\b|{name}(: TypeAlias)? = )", code, re.MULTILINE)
 
 
 def test_architecture_names_what_exists() -> None:

@@ -71,30 +71,29 @@ def queries() -> Iterator[tuple[str, str]]:
         yield rule.get("record") or rule["alert"], rule["expr"]
 
 
-@pytest.mark.parametrize(
-    ("name", "expression"), [pytest.param(*query, id=query[0]) for query in queries()]
-)
 def test_metrics_and_labels_exist(
-    exposed: Mapping[str, set[str]], name: str, expression: str
+    exposed: Mapping[str, set[str]], subtests: pytest.Subtests
 ) -> None:
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    used = re.findall(METRIC, expression)
-    assert used
-    labels = set(GIVEN_BY_PROMETHEUS)
-    for metric, matchers in used:
-        if metric in recorded or metric == "up":
-            continue
-        assert metric in exposed, name
-        given = exposed[metric] | GIVEN_BY_PROMETHEUS
-        assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= given, name
-        labels |= given
-    grouped = {
-        label.strip()
-        for by in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
-        for label in by.split(",")
-    }
-    assert grouped <= labels, name
-    assert expression.count("(") == expression.count(")")
+    for name, expression in queries():
+        with subtests.test(name):
+            recorded = {rule["record"] for rule in rules() if "record" in rule}
+            used = re.findall(METRIC, expression)
+            assert used
+            labels = set(GIVEN_BY_PROMETHEUS)
+            for metric, matchers in used:
+                if metric in recorded or metric == "up":
+                    continue
+                assert metric in exposed, name
+                given = exposed[metric] | GIVEN_BY_PROMETHEUS
+                assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= given, name
+                labels |= given
+            grouped = {
+                label.strip()
+                for by in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
+                for label in by.split(",")
+            }
+            assert grouped <= labels, name
+            assert expression.count("(") == expression.count(")")
 
 
 def test_dashboard_shows_every_metric(exposed: Mapping[str, set[str]]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("lab/**/*.md")])
 WIDTH = 100
 
 
@@ -23,8 +22,10 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_lines_of_prose_are_short(page: Path) -> None:
+def test_lines_of_prose_are_short(subtests: pytest.Subtests) -> None:
     """Only what cannot be broken, such as a link or a command, is longer."""
-    long = [f"{number}: {line}" for number, line in prose(page) if len(line) > WIDTH]
-    assert [line for line in long if len(max(line.split(), key=len)) < WIDTH // 2] == []
+    pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("lab/**/*.md")])
+    for page in pages:
+        with subtests.test(page.relative_to(ROOT).as_posix()):
+            long = [f"{number}: {line}" for number, line in prose(page) if len(line) > WIDTH]
+            assert [line for line in long if len(max(line.split(), key=len)) < WIDTH // 2] == []

@@ -108,29 +108,30 @@ async def test_streams_have_forms_but_no_calls(llm: LLM) -> None:
     assert refused.value.param == "stream"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
-        (
-            {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}},
-            "tool_choice",
-        ),
-        ({"tools": [TIME, TIME]}, "tools"),
-        ({"tools": [{"name": "get_time"}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools"),
-        ({"tools": [TIME | {"cache_control": {"type": "forever"}}]}, "tools.0"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": FORM, "grammar": AnswerGrammar.json_object()}, "response_format"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-            "response_format.json_schema.schema",
-        ),
-    ],
-)
-def test_mistakes_name_the_argument(llm: LLM, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        llm.chat_completion(QUESTION, **fields, max_tokens=1)
-    assert refused.value.param == param
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
+    (
+        {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+    ),
+    ({"tools": [TIME, TIME]}, "tools"),
+    ({"tools": [{"name": "get_time"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools"),
+    ({"tools": [TIME | {"cache_control": {"type": "forever"}}]}, "tools.0"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": FORM, "grammar": AnswerGrammar.json_object()}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        "response_format.json_schema.schema",
+    ),
+]
+
+
+def test_mistakes_name_the_argument(llm: LLM, subtests: pytest.Subtests) -> None:
+    for fields, param in MISTAKES:
+        with subtests.test(param, fields=fields):
+            with pytest.raises(InvalidRequestError) as refused:
+                llm.chat_completion(QUESTION, **fields, max_tokens=1)
+            assert refused.value.param == param

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import given
-from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from kvlinker.base.events import Events
@@ -22,6 +21,7 @@ from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings, Sample
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 from tests.fleet.test_routing_over_http import TEXTS, asked, routing
+from tests.properties import examples
 from tests.waiting import wait_until
 
 AUDITED: dict[str, Any] = {"audit": "100%", "quality_target": "98%", "disk_space": 0}
@@ -68,7 +68,7 @@ def told(samples: list[Sample], pool: str | None) -> AuditObject:
 
 
 @given(st.lists(st.lists(SAMPLES, max_size=30), min_size=1, max_size=4))
-@checked(max_examples=50, deadline=None)
+@examples(50)
 def test_servers_without_a_common_catalog_are_counted_as_one(parts: list[list[Sample]]) -> None:
     found = pooled([told(part, f"pool {number}") for number, part in enumerate(parts)])
     alone = told([sample for part in parts for sample in part], None)

@@ -21,7 +21,7 @@ from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("builders")]
+pytestmark = pytest.mark.whole
 
 CHAT = "/v1/chat/completions"
 TEXTS = [

@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 __all__ = ["servers"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -150,6 +151,7 @@ def test_plain_passages_go_to_the_server_that_made_them_chunks(
         assert cached(third) > 100
 
 
+@pytest.mark.whole
 def test_a_server_that_joins_has_the_hottest_chunks_before_it_gets_requests(
     tmp_path: Path, settings: Settings
 ) -> None:
@@ -213,6 +215,7 @@ def status(router: httpx.Client) -> list[dict[str, Any]]:
     return replicas
 
 
+@pytest.mark.whole
 def test_servers_come_and_go(servers: list[Served], settings: Settings) -> None:
     """One that is found no more gets requests until it ends; then it is forgotten."""
     found = [servers[0].url]
@@ -344,18 +347,19 @@ def failing(answer: bytes, asked_for: list[bytes] | None = None) -> Iterator[str
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-@pytest.mark.parametrize(
-    "answer",
-    [b"", ENDING, HEADERS, NOWHERE],
-    ids=["cut", "draining", "headers", "no address"],
-)
+@pytest.mark.whole
 def test_what_has_no_first_byte_is_tried_elsewhere(
-    servers: list[Served], settings: Settings, answer: bytes, path: str
+    servers: list[Served], settings: Settings, subtests: pytest.Subtests
 ) -> None:
-    with failing(answer) as bad, routing(settings, bad, servers[0].url) as client:
-        sent = {replica(client.post(path, json=asked(model="tiny"))) for _ in range(6)}
-        assert sent == {urlsplit(servers[0].url).netloc}
+    answers = {"cut": b"", "draining": ENDING, "headers": HEADERS, "no address": NOWHERE}
+    for (name, answer), path in product(answers.items(), (CHAT, "/v1/messages")):
+        with (
+            subtests.test(name, path=path),
+            failing(answer) as bad,
+            routing(settings, bad, servers[0].url) as client,
+        ):
+            sent = {replica(client.post(path, json=asked(model="tiny"))) for _ in range(6)}
+            assert sent == {urlsplit(servers[0].url).netloc}
 
 
 def test_what_is_refused_before_it_began_is_tried_elsewhere(

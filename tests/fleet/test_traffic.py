@@ -23,7 +23,7 @@ from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 CLIENTS = 8
 QUOTA = 20

@@ -40,39 +40,41 @@ def test_context_impact_by_hand():
     assert context_impact(BY_HAND) == pytest.approx(1 / (1 + math.exp(-1.5)))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "impact"),
-    [
-        (ALONE, 0.5),
-        (Contextualization(1, intra=0.0), 0.5),
-        (behind(0.0), 0.5),
-        (
-            Contextualization(1, 0.0, (ContextChunk("A", 2, 0.3),)),
-            1.0,
-        ),  # one token looks outside, or at itself
-        (behind(1.0, intra=1e-30), 1.0),
-        (behind(1.0, intra=5e-324), 1.0),
-    ],
-)
-def test_context_impact_at_its_ends(chunk, impact):
-    assert context_impact(chunk) == pytest.approx(impact)
+ENDS = [
+    (ALONE, 0.5),
+    (Contextualization(1, intra=0.0), 0.5),
+    (behind(0.0), 0.5),
+    (
+        Contextualization(1, 0.0, (ContextChunk("A", 2, 0.3),)),
+        1.0,
+    ),  # one token looks outside, or at itself
+    (behind(1.0, intra=1e-30), 1.0),
+    (behind(1.0, intra=5e-324), 1.0),
+]
 
 
-@pytest.mark.parametrize(
-    ("new", "beta"),
-    [
-        ([], 0.0),
-        (["B"], 1.0 / 1.8),
-        (["A"], 0.8 / 1.8),
-        (["A", "B"], 1.0),
-        (["B", "A"], 1.0),
-        (["X", "B", "Y"], 1.0 / 1.8),
-        (["X"], 0.0),
-        (["A", "A"], 0.8 / 1.8),
-    ],
-)
-def test_prefix_overlap_by_hand(new, beta):
-    assert prefix_overlap(BY_HAND, new) == pytest.approx(beta)
+def test_context_impact_at_its_ends(subtests):
+    for chunk, impact in ENDS:
+        with subtests.test(str(chunk)):
+            assert context_impact(chunk) == pytest.approx(impact)
+
+
+OVERLAPS = [
+    ([], 0.0),
+    (["B"], 1.0 / 1.8),
+    (["A"], 0.8 / 1.8),
+    (["A", "B"], 1.0),
+    (["B", "A"], 1.0),
+    (["X", "B", "Y"], 1.0 / 1.8),
+    (["X"], 0.0),
+    (["A", "A"], 0.8 / 1.8),
+]
+
+
+def test_prefix_overlap_by_hand(subtests):
+    for new, beta in OVERLAPS:
+        with subtests.test(str(new)):
+            assert prefix_overlap(BY_HAND, new) == pytest.approx(beta)
 
 
 def test_overlap_of_a_chunk_that_was_computed_alone():
@@ -81,23 +83,24 @@ def test_overlap_of_a_chunk_that_was_computed_alone():
     assert prefix_overlap(behind(0.0, 0.0), ["A"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("new", "gamma"),
-    [
-        ("", 0),
-        ("A", 0),
-        ("XAY", 0),
-        ("ABCD", 0),
-        ("BACD", 1 / 6),
-        ("DCBA", 1),
-        ("CXA", 1),
-        ("AXC", 0),
-        ("BDCA", 4 / 6),  # BA, DA, CA and DC
-        ("CAB", 2 / 3),
-    ],
-)
-def test_order_penalty_by_hand(new, gamma):
-    assert order_penalty(behind(1, 1, 1, 1), list(new)) == pytest.approx(gamma)
+PENALTIES = [
+    ("", 0),
+    ("A", 0),
+    ("XAY", 0),
+    ("ABCD", 0),
+    ("BACD", 1 / 6),
+    ("DCBA", 1),
+    ("CXA", 1),
+    ("AXC", 0),
+    ("BDCA", 4 / 6),  # BA, DA, CA and DC
+    ("CAB", 2 / 3),
+]
+
+
+def test_order_penalty_by_hand(subtests):
+    for new, gamma in PENALTIES:
+        with subtests.test(new):
+            assert order_penalty(behind(1, 1, 1, 1), list(new)) == pytest.approx(gamma)
 
 
 def test_the_papers_scenarios():
@@ -203,29 +206,30 @@ def test_the_old_order_needs_no_repair_and_every_other_does(attention):
         assert fix_overhead(chunk, new) > 0
 
 
-@pytest.mark.parametrize(
-    ("attention", "focused"),
-    [
-        ([], set()),
-        ([3.0], {0}),
-        ([3.0, 1.0], {0, 1}),
-        ([2.0, 2.0, 2.0, 2.0], {0, 1, 2, 3}),
-        ([0.0, 0.0, 0.0], {0, 1, 2}),
-        ([1.0, 5.0, 2.0], {1}),  # k - 2 = 1: there is one candidate only
-        # Sorted 6, 2, 1.9, 0.9. Differences 4, 0.1, 1, p = 0.784, 0.020, 0.196, -p·log p = 0.191,
-        # 0.077, 0.319: i* = 2.
-        ([0.9, 6.0, 1.9, 2.0], {1, 3}),
-        # Sorted 5, 4, 1, 0.5. Differences 1, 3, 0.5, p = 0.222, 0.667, 0.111, -p·log p = 0.334,
-        # 0.270, 0.244: i* = 1.
-        ([4.0, 1.0, 0.5, 5.0], {3}),
-        # Sorted 9, 9, 8, 3, 0. Differences 0, 1, 5, 3, -p·log p = 0, 0.244, 0.327, 0.366: i* = 3.
-        ([9.0, 0.0, 9.0, 3.0, 8.0], {0, 2, 4}),
-        # Sorted 7, 7, 7, 6. Differences 0, 0, 1: all growth is 0, and the first is taken.
-        ([7.0, 6.0, 7.0, 7.0], {0}),
-    ],
-)
-def test_algorithm_1_by_hand(attention, focused):
-    assert focused_chunks(np.array(attention, dtype=np.float32)) == focused
+FOCUSED = [
+    ([], set()),
+    ([3.0], {0}),
+    ([3.0, 1.0], {0, 1}),
+    ([2.0, 2.0, 2.0, 2.0], {0, 1, 2, 3}),
+    ([0.0, 0.0, 0.0], {0, 1, 2}),
+    ([1.0, 5.0, 2.0], {1}),  # k - 2 = 1: there is one candidate only
+    # Sorted 6, 2, 1.9, 0.9. Differences 4, 0.1, 1, p = 0.784, 0.020, 0.196, -p·log p = 0.191,
+    # 0.077, 0.319: i* = 2.
+    ([0.9, 6.0, 1.9, 2.0], {1, 3}),
+    # Sorted 5, 4, 1, 0.5. Differences 1, 3, 0.5, p = 0.222, 0.667, 0.111, -p·log p = 0.334,
+    # 0.270, 0.244: i* = 1.
+    ([4.0, 1.0, 0.5, 5.0], {3}),
+    # Sorted 9, 9, 8, 3, 0. Differences 0, 1, 5, 3, -p·log p = 0, 0.244, 0.327, 0.366: i* = 3.
+    ([9.0, 0.0, 9.0, 3.0, 8.0], {0, 2, 4}),
+    # Sorted 7, 7, 7, 6. Differences 0, 0, 1: all growth is 0, and the first is taken.
+    ([7.0, 6.0, 7.0, 7.0], {0}),
+]
+
+
+def test_algorithm_1_by_hand(subtests):
+    for attention, focused in FOCUSED:
+        with subtests.test(str(attention)):
+            assert focused_chunks(np.array(attention, dtype=np.float32)) == focused
 
 
 def entropy_growth(attention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -116,53 +117,55 @@ def test_every_way_is_found_by_its_template() -> None:
         assert form_for(template) is answer_forms()[name]
 
 
-sizes = pytest.mark.parametrize("size", [1, 3, 10_000])
+SIZES = [1, 3, 10_000]
+sizes = pytest.mark.parametrize("size", SIZES)
 every_way = pytest.mark.parametrize("name", TEMPLATES)
 
 
-@sizes
-@every_way
-def test_text_is_text(name: str, size: int) -> None:
+def test_text_is_text(subtests: pytest.Subtests) -> None:
     text = " Hello <b>you</b> [1] {x}\n\n"
-    assert read(name, text, size=size) == (text, "", [])
+    for name, size in product(TEMPLATES, SIZES):
+        with subtests.test(name, size=size):
+            assert read(name, text, size=size) == (text, "", [])
 
 
-@sizes
-@every_way
-def test_a_call_is_told(name: str, size: int) -> None:
-    assert read(name, ONE_CALL[name], size=size) == ("", "", [("get_weather", json.loads(ROME))])
+def test_a_call_is_told(subtests: pytest.Subtests) -> None:
+    expected = [("get_weather", json.loads(ROME))]
+    for name, size in product(TEMPLATES, SIZES):
+        with subtests.test(name, size=size):
+            assert read(name, ONE_CALL[name], size=size) == ("", "", expected)
 
 
-@sizes
-@pytest.mark.parametrize("name", TWO_CALLS)
-def test_calls_in_parallel_are_told(name: str, size: int) -> None:
+def test_calls_in_parallel_are_told(subtests: pytest.Subtests) -> None:
     expected = [("get_weather", json.loads(ROME)), ("get_time", {})]
-    assert read(name, TWO_CALLS[name], size=size) == ("", "", expected)
+    for name, size in product(TWO_CALLS, SIZES):
+        with subtests.test(name, size=size):
+            assert read(name, TWO_CALLS[name], size=size) == ("", "", expected)
 
 
-@sizes
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"llama3"}))
-def test_text_before_a_call_is_told_apart(name: str, size: int) -> None:
-    content, _, calls = read(name, f"Let me see. {ONE_CALL[name]}", size=size)
-    assert (content.rstrip(), len(calls)) == ("Let me see.", 1)
+def test_text_before_a_call_is_told_apart(subtests: pytest.Subtests) -> None:
+    for name, size in product(sorted(TEMPLATES.keys() - {"llama3"}), SIZES):
+        with subtests.test(name, size=size):
+            content, _, calls = read(name, f"Let me see. {ONE_CALL[name]}", size=size)
+            assert (content.rstrip(), len(calls)) == ("Let me see.", 1)
 
 
-@sizes
-@pytest.mark.parametrize("name", sorted(REASONING))
-def test_reasoning_is_told_apart(name: str, size: int) -> None:
-    reasoning = way(name).reasoning
-    assert reasoning is not None
-    opening, closing = reasoning
-    assert read(name, f"{opening}\nSo <b>?\n{closing}\n\nYes.\n", size=size) == (
-        "Yes.\n",
-        "So <b>?",
-        [],
-    )
-    assert read(name, f"{opening}\nSo?\n{closing}\n\n{ONE_CALL[name]}", size=size)[1:] == (
-        "So?",
-        [("get_weather", json.loads(ROME))],
-    )
-    assert read(name, f"{opening}\nSo? And", size=size) == ("", "So? And", [])
+def test_reasoning_is_told_apart(subtests: pytest.Subtests) -> None:
+    for name, size in product(sorted(REASONING), SIZES):
+        with subtests.test(name, size=size):
+            reasoning = way(name).reasoning
+            assert reasoning is not None
+            opening, closing = reasoning
+            assert read(name, f"{opening}\nSo <b>?\n{closing}\n\nYes.\n", size=size) == (
+                "Yes.\n",
+                "So <b>?",
+                [],
+            )
+            assert read(name, f"{opening}\nSo?\n{closing}\n\n{ONE_CALL[name]}", size=size)[1:] == (
+                "So?",
+                [("get_weather", json.loads(ROME))],
+            )
+            assert read(name, f"{opening}\nSo? And", size=size) == ("", "So? And", [])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "smollm3", "other"])
@@ -175,30 +178,30 @@ def test_reasoning_that_the_prompt_ends_is_over(name: str) -> None:
     assert read(name, "Yes", tail=TAILS[name] + "<think>\n\n</think>\n\n") == ("Yes", "", [])
 
 
-@sizes
-@every_way
-def test_without_tools_nothing_is_a_call(name: str, size: int) -> None:
-    assert read(name, ONE_CALL[name], tools=(), size=size) == (ONE_CALL[name], "", [])
+def test_without_tools_nothing_is_a_call(subtests: pytest.Subtests) -> None:
+    for name, size in product(TEMPLATES, SIZES):
+        with subtests.test(name, size=size):
+            assert read(name, ONE_CALL[name], tools=(), size=size) == (ONE_CALL[name], "", [])
 
 
-@sizes
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call"),
-        ("qwen3", "<tool_call>\n5\n</tool_call>"),
-        ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
-        ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-        ("llama3", '{"a": 5}'),
-        ("llama3", " {not JSON"),
-        ("mistral", "[TOOL_CALLS] nonsense"),
-        ("mistral", 'See [TOOL_CALLS] [{"x": 1}]'),
-        ("mistral_args", "x [TOOL_CALLS]f[ARGS]{}"),
-        ("mistral_args", "x [TOOL_CALLS]get_ti[ARGS]{}"),
-    ],
-)
-def test_what_is_no_call_is_shown_as_it_is(name: str, text: str, size: int) -> None:
-    assert read(name, text, size=size) == (text, "", [])
+NO_CALLS = [
+    ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call"),
+    ("qwen3", "<tool_call>\n5\n</tool_call>"),
+    ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("llama3", '{"a": 5}'),
+    ("llama3", " {not JSON"),
+    ("mistral", "[TOOL_CALLS] nonsense"),
+    ("mistral", 'See [TOOL_CALLS] [{"x": 1}]'),
+    ("mistral_args", "x [TOOL_CALLS]f[ARGS]{}"),
+    ("mistral_args", "x [TOOL_CALLS]get_ti[ARGS]{}"),
+]
+
+
+def test_what_is_no_call_is_shown_as_it_is(subtests: pytest.Subtests) -> None:
+    for (name, text), size in product(NO_CALLS, SIZES):
+        with subtests.test(name, text=text, size=size):
+            assert read(name, text, size=size) == (text, "", [])
 
 
 def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() -> None:
@@ -222,21 +225,22 @@ def test_pieces_are_in_order(size: int) -> None:
     assert "".join(told.get(piece.kind, piece.text) for piece in pieces) == "See.+.Then+."
 
 
-@every_way
-def test_a_call_comes_as_it_is_written(name: str) -> None:
+def test_a_call_comes_as_it_is_written(subtests: pytest.Subtests) -> None:
     """The name as soon as it is complete, and each character of the arguments at once."""
-    reader = way(name).reader(TAILS[name], TOOLS)
-    call = ONE_CALL[name]
-    if name == "llama3":  # any JSON might begin as a call does, up to the arguments
-        named = call.index('"parameters": ') + len('"parameters": ')
-    else:
-        named = call.index("get_weather") + len("get_weather") + 1
-    assert not reader.feed(call[: named - 1])
-    (begun,) = reader.feed(call[named - 1 : named])
-    assert (begun.kind, begun.text) == ("call", "get_weather")
-    reader.feed(call[named : call.index(ROME)])
-    for character in ROME:
-        assert reader.feed(character)[0].text == character
+    for name in TEMPLATES:
+        with subtests.test(name):
+            reader = way(name).reader(TAILS[name], TOOLS)
+            call = ONE_CALL[name]
+            if name == "llama3":  # any JSON might begin as a call does, up to the arguments
+                named = call.index('"parameters": ') + len('"parameters": ')
+            else:
+                named = call.index("get_weather") + len("get_weather") + 1
+            assert not reader.feed(call[: named - 1])
+            (begun,) = reader.feed(call[named - 1 : named])
+            assert (begun.kind, begun.text) == ("call", "get_weather")
+            reader.feed(call[named : call.index(ROME)])
+            for character in ROME:
+                assert reader.feed(character)[0].text == character
 
 
 @every_way

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -12,6 +12,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import Chunk, GenerationContext
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.segments import CachedSegment, FreshSegment
+from tests.properties import examples
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
 ALONE, BOS, PREFIX = GenerationContext
@@ -32,6 +33,9 @@ def builder(
 
 def encoded(text: str) -> tuple[int, ...]:
     return tuple(byte_level()(text, add_special_tokens=False)["input_ids"])
+
+
+BAD_IDS: list[list[Any]] = [[], [-1], [10**6], [True], [1.0], ["1"], [None]]
 
 
 class TestChunks:
@@ -76,11 +80,12 @@ class TestChunks:
         with pytest.raises(InvalidRequestError, match="chunk is empty"):
             builder(word_level(), BOS).encode_chunk(" \n")
 
-    @pytest.mark.parametrize("ids", [[], [-1], [10**6], [True], [1.0], ["1"], [None]])
-    def test_bad_token_ids(self, ids: list[Any]) -> None:
-        with pytest.raises(InvalidRequestError) as caught:
-            builder().chunk_from_tokens(ids)
-        assert caught.value.param == "chunks"
+    def test_bad_token_ids(self, subtests: pytest.Subtests) -> None:
+        for ids in BAD_IDS:
+            with subtests.test(ids=ids):
+                with pytest.raises(InvalidRequestError) as caught:
+                    builder().chunk_from_tokens(ids)
+                assert caught.value.param == "chunks"
 
     def test_bos_context_needs_a_bos_token(self) -> None:
         with pytest.raises(InvalidRequestError, match="no BOS token") as caught:
@@ -88,8 +93,24 @@ class TestChunks:
         assert caught.value.param == "context"
 
 
+BAD_PROMPTS: list[tuple[str | Sequence[Any], str]] = [
+    ("", "empty"),
+    ([], "no token ids"),
+    (["", ""], "empty"),
+    ("a\ud800", "lone surrogate"),
+    (["a", "\udfff"], "lone surrogate"),
+    ([1, -1], "not -1"),
+    ([10**6], "not 1000000"),
+    ([len(byte_level())], f"from 0 to {len(byte_level()) - 1}"),
+    ([1, True], "not True"),
+    ([1.5], "not 1.5"),
+    (["a", 1], "not both"),
+    ([Chunk((7,)), 1], "not both"),
+]
+
+
 class TestCompletions:
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(
         st.lists(st.sampled_from([*"ab c\né😀", "the cat", "<|end|>", "</s>"]), min_size=1).map(
             "".join
@@ -139,7 +160,7 @@ class TestCompletions:
         assert time.thread_time() - start < 4
         assert prompt.tokens.tolist() == built.completion("hello " * 100_000).tokens.tolist()
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(st.lists(st.sampled_from(["", " ", "the", "<s>", 0, 1]), min_size=1, max_size=8))
     def test_chunks_stand_anywhere(self, parts: list[str | int]) -> None:
         built = builder()
@@ -160,27 +181,12 @@ class TestCompletions:
         )
         assert decoded.removeprefix("<s>") in (text, text.removeprefix("<s>"))
 
-    @pytest.mark.parametrize(
-        ("prompt", "message"),
-        [
-            ("", "empty"),
-            ([], "no token ids"),
-            (["", ""], "empty"),
-            ("a\ud800", "lone surrogate"),
-            (["a", "\udfff"], "lone surrogate"),
-            ([1, -1], "not -1"),
-            ([10**6], "not 1000000"),
-            ([len(byte_level())], f"from 0 to {len(byte_level()) - 1}"),
-            ([1, True], "not True"),
-            ([1.5], "not 1.5"),
-            (["a", 1], "not both"),
-            ([Chunk((7,)), 1], "not both"),
-        ],
-    )
-    def test_errors(self, prompt: str | Sequence[Any], message: str) -> None:
-        with pytest.raises(InvalidRequestError, match=message) as caught:
-            builder().completion(prompt)
-        assert caught.value.param == "prompt"
+    def test_errors(self, subtests: pytest.Subtests) -> None:
+        for prompt, message in BAD_PROMPTS:
+            with subtests.test(prompt=prompt):
+                with pytest.raises(InvalidRequestError, match=message) as caught:
+                    builder().completion(prompt)
+                assert caught.value.param == "prompt"
 
 
 def is_fresh(segment: FreshSegment | CachedSegment) -> bool:

@@ -3,7 +3,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
@@ -12,6 +12,7 @@ from kvlinker.base.types.messages import ChatMessage
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from tests.prompting import templates
+from tests.properties import examples
 from tests.toy_tokenizers import byte_level, metaspace
 
 CONTEXTS = list(GenerationContext)
@@ -58,7 +59,7 @@ contents = st.lists(texts | chunk_indices, min_size=1, max_size=5)
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.lists(texts, min_size=1, max_size=5))
 def test_text_alone_gives_what_the_tokenizer_gives(
     name: str, tokenizer: str, data: list[str]
@@ -77,7 +78,7 @@ def test_text_alone_gives_what_the_tokenizer_gives(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.lists(contents, min_size=1, max_size=4), context=st.sampled_from(CONTEXTS))
 def test_chunks_stand_anywhere_with_the_templates_text_around_them(
     name: str, data: list[list[str | int]], context: GenerationContext
@@ -216,32 +217,33 @@ class TestSystemPrompt:
         assert builder(system_prompt="Be brief.").chat(messages) == builder().chat(messages)
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "message"),
-    [
-        (templates.CHATML, [], "at least one message"),
-        (templates.CHATML, [user("\ud800")], r"lone surrogate U\+D800"),
-        (templates.CHATML, [ChatMessage("us\udfffer", ("Hi",))], "lone surrogate"),
-        (templates.CHATML, [ChatMessage("user", ("Hi",), name="\ud800")], "lone surrogate"),
-        (None, [user("Hi")], "no chat template.*completion"),
-        (templates.ALTERNATING, [user("a"), user("b")], "roles must alternate"),
-        (
-            templates.ALTERNATING,
-            [ChatMessage("system", ("a",)), user("b")],
-            "System role not supported",
-        ),
-        ("{{ messages[0].content + 1 }}", [user("a")], "does not accept these messages"),
-        ("{{ messages[0].content.a.b }}", [user("a")], "does not accept these messages"),
-        ("", [user("a")], "encodes to no tokens"),
-        (templates.LAST_ONLY, [user(Chunk((9,))), user("b")], "shows 0 of 1 context caches"),
-        (templates.REPEATING, [user("a", Chunk((9,)))], "shows 1 of 1 context caches, 2 times"),
-        ("{{ messages[0].content | upper }}", [user(Chunk((9,)))], "shows 0 of 1 context caches"),
-    ],
-)
-def test_errors(template: str | None, messages: list[ChatMessage], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        builder(template).chat(messages)
-    assert caught.value.param == "messages"
+MISTAKES: list[tuple[str | None, list[ChatMessage], str]] = [
+    (templates.CHATML, [], "at least one message"),
+    (templates.CHATML, [user("\ud800")], r"lone surrogate U\+D800"),
+    (templates.CHATML, [ChatMessage("us\udfffer", ("Hi",))], "lone surrogate"),
+    (templates.CHATML, [ChatMessage("user", ("Hi",), name="\ud800")], "lone surrogate"),
+    (None, [user("Hi")], "no chat template.*completion"),
+    (templates.ALTERNATING, [user("a"), user("b")], "roles must alternate"),
+    (
+        templates.ALTERNATING,
+        [ChatMessage("system", ("a",)), user("b")],
+        "System role not supported",
+    ),
+    ("{{ messages[0].content + 1 }}", [user("a")], "does not accept these messages"),
+    ("{{ messages[0].content.a.b }}", [user("a")], "does not accept these messages"),
+    ("", [user("a")], "encodes to no tokens"),
+    (templates.LAST_ONLY, [user(Chunk((9,))), user("b")], "shows 0 of 1 context caches"),
+    (templates.REPEATING, [user("a", Chunk((9,)))], "shows 1 of 1 context caches, 2 times"),
+    ("{{ messages[0].content | upper }}", [user(Chunk((9,)))], "shows 0 of 1 context caches"),
+]
+
+
+def test_errors(subtests: pytest.Subtests) -> None:
+    for template, messages, message in MISTAKES:
+        with subtests.test(message, template=template, messages=messages):
+            with pytest.raises(InvalidRequestError, match=message) as caught:
+                builder(template).chat(messages)
+            assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages | no_such_filter }}"])

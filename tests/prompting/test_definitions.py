@@ -94,25 +94,33 @@ def test_long_definitions_are_found_but_not_remembered() -> None:
     assert rendering._definition.cache_info().currsize == 1
 
 
-@pytest.mark.parametrize("source", ALL.values(), ids=ALL)
-def test_definitions_are_cut_out_of_any_template(source: str) -> None:
+def test_definitions_are_cut_out_of_any_template(subtests: pytest.Subtests) -> None:
     """Each, in any company and order; all parts together are the prompt as it was."""
-    rendering = template(source)
-    texts = [rendering.definition(tool) for tool in TOOLS]
-    for text, tool in zip(texts, TOOLS, strict=True):
-        assert text is not None
-        assert tool["function"]["name"] in text
-        assert not any(other["function"]["name"] in text for other in TOOLS if other is not tool)
-    chunks = {text: Chunk((number,)) for number, text in enumerate(texts) if text is not None}
-    for order in ((0, 1, 2), (2, 0), (1,)):
-        options = TemplateOptions(tools=tuple(TOOLS[number] for number in order))
-        parts = rendering.render(MESSAGES, options=options, definitions=chunks)
-        assert [part for part in parts if isinstance(part, Chunk)] == [
-            Chunk((number,)) for number in order
-        ]
-        back = {chunk: text for text, chunk in chunks.items()}
-        (plain,) = rendering.render(MESSAGES, options=options)
-        assert "".join(back[part] if isinstance(part, Chunk) else part for part in parts) == plain
+    for name, source in ALL.items():
+        with subtests.test(name):
+            rendering = template(source)
+            texts = [rendering.definition(tool) for tool in TOOLS]
+            for text, tool in zip(texts, TOOLS, strict=True):
+                assert text is not None
+                assert tool["function"]["name"] in text
+                assert not any(
+                    other["function"]["name"] in text for other in TOOLS if other is not tool
+                )
+            chunks = {
+                text: Chunk((number,)) for number, text in enumerate(texts) if text is not None
+            }
+            for order in ((0, 1, 2), (2, 0), (1,)):
+                options = TemplateOptions(tools=tuple(TOOLS[number] for number in order))
+                parts = rendering.render(MESSAGES, options=options, definitions=chunks)
+                assert [part for part in parts if isinstance(part, Chunk)] == [
+                    Chunk((number,)) for number in order
+                ]
+                back = {chunk: text for text, chunk in chunks.items()}
+                (plain,) = rendering.render(MESSAGES, options=options)
+                assert (
+                    "".join(back[part] if isinstance(part, Chunk) else part for part in parts)
+                    == plain
+                )
 
 
 def test_json_is_cut_out_whole() -> None:

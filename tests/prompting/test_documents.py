@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
+from itertools import product
 from pathlib import PurePath
 
 import pytest
@@ -137,17 +138,19 @@ def test_epub() -> None:
     assert text.index("# One\n\nTom lives in Oslo.") < text.index("# Two\n\nMira bakes.")
 
 
-@pytest.mark.parametrize("suffix", [".pdf", ".docx", ".epub"])
-@pytest.mark.parametrize(
-    "content", [b"", b"PK\3\4 and no more", b"%PDF-1.4 and no more", "Tom Reyes".encode("utf-16")]
-)
-def test_damaged(suffix: str, content: bytes) -> None:
+def test_damaged(subtests: pytest.Subtests) -> None:
     """Never taken for text, whatever is in it."""
     pytest.importorskip("markitdown")
-    with pytest.raises(
-        NoTextError, match=rf"cannot be read as {suffix[1:].upper()}|it is empty|no text in it"
-    ):
-        text_of(f"a{suffix}", content)
+    contents = (b"", b"PK\3\4 and no more", b"%PDF-1.4 and no more", "Tom Reyes".encode("utf-16"))
+    for suffix, content in product((".pdf", ".docx", ".epub"), contents):
+        with (
+            subtests.test(suffix, content=content),
+            pytest.raises(
+                NoTextError,
+                match=rf"cannot be read as {suffix[1:].upper()}|it is empty|no text in it",
+            ),
+        ):
+            text_of(f"a{suffix}", content)
 
 
 def test_pages_without_text() -> None:
@@ -157,13 +160,17 @@ def test_pages_without_text() -> None:
         text_of("scan.pdf", pdf())
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_without_the_converter(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_converter(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     monkeypatch.setitem(sys.modules, "markitdown", None)
-    with pytest.raises(
-        MissingLibraryError, match=rf"{suffix} files need .* pip install 'kvlinker\[documents\]'"
-    ):
-        text_of(f"a{suffix}", b"content")
+    for suffix in FORMATS:
+        with (
+            subtests.test(suffix),
+            pytest.raises(
+                MissingLibraryError,
+                match=rf"{suffix} files need .* pip install 'kvlinker\[documents\]'",
+            ),
+        ):
+            text_of(f"a{suffix}", b"content")
 
 
 @pytest.mark.parametrize(
@@ -185,20 +192,21 @@ def test_byte_order_mark_is_no_text(encoding: str) -> None:
     assert text_of("a.txt", "Ærø".encode(encoding)) == "Ærø"
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding"),
-    [
-        ("Käse", "cp1252"),
-        ("Noël à Besançon était très chaud; le garçon a mangé du pâté.", "cp1252"),
-        ("Zażółć gęślą jaźń. Mira mieszka w Warnie i pracuje jako piekarz.", "cp1250"),
-        ("Мира живет в Варне, она работает пекарем. Том живет в Осло.", "cp1251"),
-        ("Η Μίρα ζει στη Βάρνα και εργάζεται ως αρτοποιός.", "cp1253"),
-        ("ミラはヴァルナに住んでいます。彼女はパン屋です。", "cp932"),
-    ],
-)
-def test_encodings_are_guessed(text: str, encoding: str) -> None:
-    found = read_document(text.encode(encoding), ".txt")
-    assert (found.text, found.encoding) == (text, encoding)
+ENCODED = [
+    ("Käse", "cp1252"),
+    ("Noël à Besançon était très chaud; le garçon a mangé du pâté.", "cp1252"),
+    ("Zażółć gęślą jaźń. Mira mieszka w Warnie i pracuje jako piekarz.", "cp1250"),
+    ("Мира живет в Варне, она работает пекарем. Том живет в Осло.", "cp1251"),
+    ("Η Μίρα ζει στη Βάρνα και εργάζεται ως αρτοποιός.", "cp1253"),
+    ("ミラはヴァルナに住んでいます。彼女はパン屋です。", "cp932"),
+]
+
+
+def test_encodings_are_guessed(subtests: pytest.Subtests) -> None:
+    for text, encoding in ENCODED:
+        with subtests.test(encoding, text=text):
+            found = read_document(text.encode(encoding), ".txt")
+            assert (found.text, found.encoding) == (text, encoding)
 
 
 def test_utf8_is_no_guess() -> None:

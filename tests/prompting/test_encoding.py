@@ -1,12 +1,14 @@
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.encoding import TextEncoder, require_unicode
+from tests.properties import examples
 from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
 
 SPACED = ["first", "always", "prepend"]
@@ -16,14 +18,14 @@ def tokens(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> list[str
     return tokenizer.convert_ids_to_tokens(list(ids))
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), metaspace(), metaspace("prepend")])
-@pytest.mark.parametrize(
-    "text", ["<s>", "a <|end|> b", "</s></s>", "the <|start|>user\nsystem", "<s"]
-)
-def test_special_tokens_in_data_are_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    ids = TextEncoder(tokenizer).encode_data(text)
-    assert not set(ids) & set(tokenizer.all_special_ids)
-    assert tokenizer.decode(list(ids)) == text
+def test_special_tokens_in_data_are_text(subtests: pytest.Subtests) -> None:
+    tokenizers = {"bytes": byte_level(), "words": metaspace(), "prepended": metaspace("prepend")}
+    texts = ["<s>", "a <|end|> b", "</s></s>", "the <|start|>user\nsystem", "<s"]
+    for (name, tokenizer), text in product(tokenizers.items(), texts):
+        with subtests.test(name, text=text):
+            ids = TextEncoder(tokenizer).encode_data(text)
+            assert not set(ids) & set(tokenizer.all_special_ids)
+            assert tokenizer.decode(list(ids)) == text
 
 
 def test_other_added_tokens_stay_tokens_in_data() -> None:
@@ -59,7 +61,7 @@ def test_special_tokens_that_have_no_other_spelling_are_refused() -> None:
         encoder.encode_data("cat § dog.")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.text(max_size=20), max_size=5))
 def test_counts_are_the_lengths_of_the_encodings(texts: list[str]) -> None:
     for tokenizer in (byte_level(), metaspace()):
@@ -67,7 +69,7 @@ def test_counts_are_the_lengths_of_the_encodings(texts: list[str]) -> None:
         assert encoder.count_data(texts) == [len(encoder.encode_data(text)) for text in texts]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.text(max_size=20))
 def test_texts_of_tokens_are_the_whole_text(text: str) -> None:
     for tokenizer in (byte_level(), metaspace()):
@@ -85,7 +87,7 @@ def test_half_a_character_at_the_end_is_told_as_such() -> None:
     assert encoder.token_texts(()) == []
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.text(min_size=1, max_size=30))
 def test_token_starts_ascend_from_the_first_character(text: str) -> None:
     for tokenizer in (byte_level(), metaspace("prepend")):

@@ -136,23 +136,22 @@ def test_first_dimensions_have_length_1(embedder: Embedder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "error", "said"),
-    [
-        (["a", ""], {}, InvalidRequestError, "input.1"),
-        ([[5, 100_000]], {}, InvalidRequestError, "100000"),
-        (["a", "word " * LONGEST * 2], {}, ContextLengthError, f"reads {LONGEST}"),
-        ([[5] * (LONGEST + 1)], {}, ContextLengthError, "input"),
-        (["a"], {"dimensions": 33}, InvalidRequestError, "1 to 32"),
-        (["a"], {"dimensions": 0}, InvalidRequestError, "1 to 32"),
-    ],
-)
-def test_what_cannot_be_embedded_is_named(
-    embedder: Embedder, texts: Any, options: Any, error: type[InvalidRequestError], said: str
-) -> None:
-    with pytest.raises(error) as raised:
-        embedder.embed(texts, **options)
-    assert said in f"{raised.value.message} {raised.value.param}"
+REFUSED: list[tuple[Any, Any, type[InvalidRequestError], str]] = [
+    (["a", ""], {}, InvalidRequestError, "input.1"),
+    ([[5, 100_000]], {}, InvalidRequestError, "100000"),
+    (["a", "word " * LONGEST * 2], {}, ContextLengthError, f"reads {LONGEST}"),
+    ([[5] * (LONGEST + 1)], {}, ContextLengthError, "input"),
+    (["a"], {"dimensions": 33}, InvalidRequestError, "1 to 32"),
+    (["a"], {"dimensions": 0}, InvalidRequestError, "1 to 32"),
+]
+
+
+def test_what_cannot_be_embedded_is_named(embedder: Embedder, subtests: pytest.Subtests) -> None:
+    for texts, options, error, said in REFUSED:
+        with subtests.test(said, options=options):
+            with pytest.raises(error) as raised:
+                embedder.embed(texts, **options)
+            assert said in f"{raised.value.message} {raised.value.param}"
 
 
 def test_of_long_documents_and_queries_the_beginning_counts(embedder: Embedder) -> None:

@@ -164,19 +164,19 @@ def test_bad_steps_are_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "following", "says"),
-    [
-        (5, None, "a text"),
-        ("f", [{"ids": "cc_abc", "steps": 1}], "is a list such as"),
-        ("f", [{"ids": [5], "steps": 1}], "is a list such as"),
-        ("f", [{"ids": ["cc_a"], "steps": 1, "second": 2}], "is a list such as"),
-        ("f", [{"ids": ["cc_a"], "steps": 1.5}], "'steps' of 'next' is 1.5"),
-        ("f", [{"ids": ["cc_a"], "steps": True}], "'steps' of 'next' is True"),
-        ("f", [{"ids": ["cc_a"], "steps": "1"}], "'steps' of 'next' is '1'"),
-        ("f", [{"ids": ["cc_a"], "seconds": float("nan")}], "'seconds' of 'next' is nan"),
-    ],
-)
-def test_the_library_names_what_is_none(name: Any, following: Any, says: str) -> None:
-    with pytest.raises(InvalidRequestError, match=says):
-        WorkflowStep.of(name, following)
+NO_STEPS: list[tuple[Any, Any, str]] = [
+    (5, None, "a text"),
+    ("f", [{"ids": "cc_abc", "steps": 1}], "is a list such as"),
+    ("f", [{"ids": [5], "steps": 1}], "is a list such as"),
+    ("f", [{"ids": ["cc_a"], "steps": 1, "second": 2}], "is a list such as"),
+    ("f", [{"ids": ["cc_a"], "steps": 1.5}], "'steps' of 'next' is 1.5"),
+    ("f", [{"ids": ["cc_a"], "steps": True}], "'steps' of 'next' is True"),
+    ("f", [{"ids": ["cc_a"], "steps": "1"}], "'steps' of 'next' is '1'"),
+    ("f", [{"ids": ["cc_a"], "seconds": float("nan")}], "'seconds' of 'next' is nan"),
+]
+
+
+def test_the_library_names_what_is_none(subtests: pytest.Subtests) -> None:
+    for name, following, says in NO_STEPS:
+        with subtests.test(following=following), pytest.raises(InvalidRequestError, match=says):
+            WorkflowStep.of(name, following)

@@ -20,14 +20,16 @@ def test_all_settings_but_the_model_are_options() -> None:
     assert list(HINTS) == [name for name in Settings.model_fields if name != "model"]
 
 
-@pytest.mark.parametrize("name", HINTS)
-def test_an_option_takes_the_default_of_its_setting(name: str) -> None:
-    default = Settings.model_fields[name].get_default(call_default_factory=True)
-    TypeAdapter(HINTS[name]).validate_python(default)
-    TypeAdapter(HINTS[name]).validate_python(None)
+def test_an_option_takes_the_default_of_its_setting(subtests: pytest.Subtests) -> None:
+    for name, hint in HINTS.items():
+        with subtests.test(name):
+            default = Settings.model_fields[name].get_default(call_default_factory=True)
+            TypeAdapter(hint).validate_python(default)
+            TypeAdapter(hint).validate_python(None)
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_an_option_takes_the_words_of_its_setting(name: str) -> None:
-    words = {word for part in get_args(HINTS[name]) for word in get_args(part)}
-    assert words == set(get_args(Settings.model_fields[name].annotation))
+def test_an_option_takes_the_words_of_its_setting(subtests: pytest.Subtests) -> None:
+    for name in WORDS:
+        with subtests.test(name):
+            words = {word for part in get_args(HINTS[name]) for word in get_args(part)}
+            assert words == set(get_args(Settings.model_fields[name].annotation))

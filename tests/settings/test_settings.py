@@ -45,81 +45,83 @@ def test_without_quotas() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tenant_quotas": {"stranger": {"caches": 1}}},
+BAD_QUOTAS: list[dict[str, Any]] = [
+    {"tenant_quotas": {"stranger": {"caches": 1}}},
+    {"tenant_quotas": {"shared": {"cache": 1}}},
+    {"tenant_quotas": {"shared": {"caches": -1}}},
+    {"tenant_quotas": "{"},
+    {"tenant_quotas": "[]"},
+    {"tenant_quota_bytes": "many"},
+    {"tenant_quota_caches": -1},
+    {"tenant_quota_pinned_bytes": -1},
+]
+
+
+def test_bad_quotas(subtests: pytest.Subtests) -> None:
+    for options in BAD_QUOTAS:
+        with subtests.test(str(options)):
+            with pytest.raises(InvalidRequestError) as caught:
+                load_settings(**options)
+            assert caught.value.param in options
+
+
+COMPLAINTS: list[tuple[dict[str, Any], str]] = [
+    ({"prot": 5}, "There is no setting 'prot' (from option prot). Did you mean 'port'?"),
+    ({"colour": "red"}, "There is no setting 'colour' (from option colour)."),
+    (
+        {"port": 99999},
+        "port is 99999 (from option port): it must be a whole number from 0 to 65535.",
+    ),
+    (
+        {"kv_slots": "few"},
+        "kv_slots is 'few' (from option kv_slots): it must be a whole number from 16 on.",
+    ),
+    (
+        {"trust_remote_code": "maybe"},
+        "trust_remote_code is 'maybe' (from option trust_remote_code): it must be true",
+    ),
+    (
+        {"disk_space": "much"},
+        "disk_space is 'much' (from option disk_space): it must be a size such as 4GiB.",
+    ),
+    (
+        {"dtype": "flaot32"},
+        (
+            "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16'"
+            " or 'float16'. Did you mean 'float32'?"
+        ),
+    ),
+    (
+        {"generation_context": "prefx"},
+        "it must be 'alone', 'bos' or 'prefix'. Did you mean 'prefix'?",
+    ),
+    ({"vllm_options": "{"}, "vllm_options is '{' (from option vllm_options): it is not JSON: "),
+    ({"port": "x" * 1000}, f"port is '{'x' * 98}… (from option port): "),
+    (
+        {"redis_prefix": ""},
+        "redis_prefix is '' (from option redis_prefix): it must have at least 1 character.",
+    ),
+    (
         {"tenant_quotas": {"shared": {"cache": 1}}},
-        {"tenant_quotas": {"shared": {"caches": -1}}},
-        {"tenant_quotas": "{"},
-        {"tenant_quotas": "[]"},
-        {"tenant_quota_bytes": "many"},
-        {"tenant_quota_caches": -1},
-        {"tenant_quota_pinned_bytes": -1},
-    ],
-)
-def test_bad_quotas(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        load_settings(**options)
-    assert caught.value.param in options
+        (
+            "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
+            "Did you mean 'tenant_quotas.*.caches'?"
+        ),
+    ),
+    (
+        {"port": -1, "host": 3},
+        "(from option host): it must be a valid string. port is -1 (from option port): ",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"prot": 5}, "There is no setting 'prot' (from option prot). Did you mean 'port'?"),
-        ({"colour": "red"}, "There is no setting 'colour' (from option colour)."),
-        (
-            {"port": 99999},
-            "port is 99999 (from option port): it must be a whole number from 0 to 65535.",
-        ),
-        (
-            {"kv_slots": "few"},
-            "kv_slots is 'few' (from option kv_slots): it must be a whole number from 16 on.",
-        ),
-        (
-            {"trust_remote_code": "maybe"},
-            "trust_remote_code is 'maybe' (from option trust_remote_code): it must be true",
-        ),
-        (
-            {"disk_space": "much"},
-            "disk_space is 'much' (from option disk_space): it must be a size such as 4GiB.",
-        ),
-        (
-            {"dtype": "flaot32"},
-            (
-                "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16'"
-                " or 'float16'. Did you mean 'float32'?"
-            ),
-        ),
-        (
-            {"generation_context": "prefx"},
-            "it must be 'alone', 'bos' or 'prefix'. Did you mean 'prefix'?",
-        ),
-        ({"vllm_options": "{"}, "vllm_options is '{' (from option vllm_options): it is not JSON: "),
-        ({"port": "x" * 1000}, f"port is '{'x' * 98}… (from option port): "),
-        (
-            {"redis_prefix": ""},
-            "redis_prefix is '' (from option redis_prefix): it must have at least 1 character.",
-        ),
-        (
-            {"tenant_quotas": {"shared": {"cache": 1}}},
-            (
-                "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
-                "Did you mean 'tenant_quotas.*.caches'?"
-            ),
-        ),
-        (
-            {"port": -1, "host": 3},
-            "(from option host): it must be a valid string. port is -1 (from option port): ",
-        ),
-    ],
-)
-def test_complaints_name_value_origin_and_way_out(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        load_settings(**options)
-    assert complaint in caught.value.message
-    assert "\n" not in caught.value.message
+def test_complaints_name_value_origin_and_way_out(subtests: pytest.Subtests) -> None:
+    for options, complaint in COMPLAINTS:
+        with subtests.test(str(options)[:60]):
+            with pytest.raises(InvalidRequestError) as caught:
+                load_settings(**options)
+            assert complaint in caught.value.message
+            assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("names", [",,", " , ", " "])
@@ -212,23 +214,24 @@ def test_llm_says_the_same() -> None:
         LLM(**misspelt)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"encryption_key": ["hush"]},
-        {"redis_url": {"hush": 1}},
-        {"api_keys": {"hush": 1}},
-        {"admin_keys": [["hush"]]},
-        {"tenant_quotas": '{"hush": 1'},
-        {"tenant_quotas": {"hush": 1}},
-        {"tenant_quotas": {"hush": {"caches": "hush"}}},
-        {"tenant_quotas": {"hush": {}}},
-    ],
-)
-def test_complaints_tell_no_secrets(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        load_settings(**options)
-    assert "hush" not in "".join(format_exception(caught.value))
+WITH_SECRETS: list[dict[str, Any]] = [
+    {"encryption_key": ["hush"]},
+    {"redis_url": {"hush": 1}},
+    {"api_keys": {"hush": 1}},
+    {"admin_keys": [["hush"]]},
+    {"tenant_quotas": '{"hush": 1'},
+    {"tenant_quotas": {"hush": 1}},
+    {"tenant_quotas": {"hush": {"caches": "hush"}}},
+    {"tenant_quotas": {"hush": {}}},
+]
+
+
+def test_complaints_tell_no_secrets(subtests: pytest.Subtests) -> None:
+    for options in WITH_SECRETS:
+        with subtests.test(str(options)):
+            with pytest.raises(InvalidRequestError) as caught:
+                load_settings(**options)
+            assert "hush" not in "".join(format_exception(caught.value))
 
 
 def test_secrets_are_not_shown() -> None:
@@ -266,23 +269,26 @@ def test_shares_may_be_in_percent(written: Any, share: float) -> None:
     assert load_settings(audit=written).audit == share
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"audit": "a%"}, "must be a share such as 1% or 0.01"),
-        ({"audit": "2"}, "less than or equal to 1"),
-        ({"quality_target": "98%"}, "no effect without audit: set that, too"),
-        ({"audit_tokens": 100}, "no effect without audit:"),
-        ({"audit_log": "audit.jsonl"}, "no effect without audit:"),
-        ({"audit": "1%", "audit_log_text": True}, "no effect without audit_log:"),
-        ({"audit": "1%", "quality_policies": "query-5"}, "no effect without quality_target:"),
-        ({"audit": "1%", "quality_per_tenant": True}, "no effect without quality_target:"),
-        ({"quality_target": "98", "audit": "1%"}, "less than 1"),
-    ],
-)
-def test_shares_that_are_none(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(InvalidRequestError, match=complaint):
-        load_settings(**options)
+NO_SHARES: list[tuple[dict[str, Any], str]] = [
+    ({"audit": "a%"}, "must be a share such as 1% or 0.01"),
+    ({"audit": "2"}, "less than or equal to 1"),
+    ({"quality_target": "98%"}, "no effect without audit: set that, too"),
+    ({"audit_tokens": 100}, "no effect without audit:"),
+    ({"audit_log": "audit.jsonl"}, "no effect without audit:"),
+    ({"audit": "1%", "audit_log_text": True}, "no effect without audit_log:"),
+    ({"audit": "1%", "quality_policies": "query-5"}, "no effect without quality_target:"),
+    ({"audit": "1%", "quality_per_tenant": True}, "no effect without quality_target:"),
+    ({"quality_target": "98", "audit": "1%"}, "less than 1"),
+]
+
+
+def test_shares_that_are_none(subtests: pytest.Subtests) -> None:
+    for options, complaint in NO_SHARES:
+        with (
+            subtests.test(str(options)),
+            pytest.raises(InvalidRequestError, match=complaint),
+        ):
+            load_settings(**options)
 
 
 def test_a_catalog_is_a_file_or_a_database() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -40,6 +39,7 @@ from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.store.format.chunk_file import read_chunk_file
 from kvlinker.store.format.header import ChunkFileError
+from tests.properties import examples
 from tests.redis_server import RedisServer
 from tests.store.crash_work import (
     CLOCKED,
@@ -447,10 +447,10 @@ def pinned_bytes(records: list[Held]) -> int:
     return sum({held.key: held.nbytes for held in records if held.pinned}.values())
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_context_caches(request: pytest.FixtureRequest) -> None:
     redis = request.getfixturevalue("redis_server") if shutil.which("redis-server") else None
     run_state_machine_as_test(
         type("Machine", (CachesMachine,), {"redis": redis}),
-        settings=settings(max_examples=20, stateful_step_count=30, deadline=None),
+        settings=examples(20, stateful_step_count=30, deadline=None),
     )

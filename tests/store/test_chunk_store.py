@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -36,6 +35,7 @@ from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.memory.resident import Residence
 from kvlinker.store.tiers.base import lacks_scores
+from tests.properties import examples
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 from tests.waiting import wait_until
@@ -232,9 +232,9 @@ class DeviceMachine(StoreMachine):
 
 
 TestChunkStore = StoreMachine.TestCase
-TestChunkStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestChunkStore.settings = examples(60, stateful_step_count=30, deadline=None)
 TestWithDevice = DeviceMachine.TestCase
-TestWithDevice.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestWithDevice.settings = examples(40, stateful_step_count=30, deadline=None)
 
 
 def test_each_lookup_is_told_once(recorder: Recorder, slow: GatedTier) -> None:
@@ -553,7 +553,7 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
     assert recorder.of(ChunkDamaged) == []
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})

@@ -51,7 +51,7 @@ SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
 LONGEST_SECONDS = 0.4
 STALE_SECONDS = 600.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("crashes")]
+pytestmark = pytest.mark.whole
 
 
 def run_and_kill(

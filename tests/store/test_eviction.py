@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Set
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.eviction import LEAST_SHARE, MOST_REUSE, PINNED_SHARE, EvictionIndex, use_weight
+from tests.properties import examples
 
 KEYS = st.sampled_from("abcdefgh")
 WEIGHTS = st.sampled_from([0.0, 1.0, 1.5, 16.0, 200.0])
@@ -141,7 +142,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndex.settings = examples(150, stateful_step_count=40, deadline=None)
 
 
 def put(index: EvictionIndex, key: str, nbytes: int = 10) -> list[str]:

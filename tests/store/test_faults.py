@@ -215,8 +215,7 @@ def test_a_deletion_that_the_disk_refused_is_made_up_for(small_disk: Path) -> No
     assert tier.contains(key_of(1))
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("crashes")
+@pytest.mark.whole
 def test_processes_on_one_folder(tmp_path: Path) -> None:
     processes = [start(work, tmp_path, seed) for seed in (1, 2)]
     time.sleep(2.0)

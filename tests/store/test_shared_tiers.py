@@ -250,7 +250,7 @@ def server_process(environment: dict[str, str]) -> Iterator[str]:
             process.wait(timeout=PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_server_processes_on_one_redis(redis_server: RedisServer, tmp_path: Path) -> None:
     url = f"redis://default:not-to-be-seen@127.0.0.1:{redis_server.port}/0"
     first, second = (

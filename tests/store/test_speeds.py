@@ -168,18 +168,21 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_measured_again(
-    damage: str, path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
-    saved(path, disk=[123.0])
-    DAMAGES[damage](path)
-    speeds = Speeds(path)
-    assert speeds.of("disk") is None
-    assert len(complaints(caplog)) == 1
-    speeds.note("disk", [5.0])
-    assert speeds.save()
-    assert Speeds(path).of("disk") == (5.0,)
+    for name, damage in DAMAGES.items():
+        with subtests.test(name):
+            caplog.clear()
+            path.unlink(missing_ok=True)
+            saved(path, disk=[123.0])
+            damage(path)
+            speeds = Speeds(path)
+            assert speeds.of("disk") is None
+            assert len(complaints(caplog)) == 1
+            speeds.note("disk", [5.0])
+            assert speeds.save()
+            assert Speeds(path).of("disk") == (5.0,)
 
 
 @given(st.floats(0, 1, exclude_max=True))
@@ -249,7 +252,7 @@ def test_where_nothing_can_be_written_it_works_in_memory(
     assert len(complaints(caplog)) == 1
 
 
-@pytest.mark.parametrize("values", [[], [0.0], [-1.0], [math.nan], [math.inf], [1.0, -1.0]])
-def test_what_is_no_speed_is_refused(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="no speeds"):
-        Speeds().note("disk", values)
+def test_what_is_no_speed_is_refused(subtests: pytest.Subtests) -> None:
+    for values in ([], [0.0], [-1.0], [math.nan], [math.inf], [1.0, -1.0]):
+        with subtests.test(values=values), pytest.raises(ValueError, match="no speeds"):
+            Speeds().note("disk", values)

@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlinker.base.events import ChunkDamaged
 from kvlinker.store import ChunkStore, open_store
 from kvlinker.store.format.chunk_file import encode_chunk
+from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 KV = {number: chunk_kv(number, tokens=8 * number + 4) for number in range(8)}
@@ -118,4 +118,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+TestStore.settings = examples(25, stateful_step_count=12, deadline=None)

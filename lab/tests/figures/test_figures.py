@@ -45,7 +45,7 @@ def light_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(serving, "run_load", run_shortened)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", known_figures())
 def test_figures_are_measured_drawn_and_told(name: str, tmp_path: Path) -> None:
     lab = Lab(load_settings(), f"kvlinker-lab figure {name}", limit=EXAMPLES, shape="tiny")

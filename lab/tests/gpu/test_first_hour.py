@@ -114,7 +114,7 @@ def test_what_lmcache_blends_has_the_same_chunks_in_other_orders():
     assert [row["policy"] for row in rows] == ["full, stored", "blending 15%"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_first_hour_goes_through_without_a_gpu(tmp_path):
     """What is not installed is left out; the report has figures, pictures and both."""
     ended = CliRunner().invoke(app, ["gpu", str(tmp_path / "hour"), "--tiny"])
@@ -168,7 +168,7 @@ def test_the_embedded_engine_is_exact(tmp_path):
     assert json.loads((tmp_path / "exactness.json").read_text()) == {"results": rows}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_kernels_are_tried_for_real(tmp_path):
     pytest.importorskip("triton")
     (outcome,) = run(first_hour("tiny", tiny=True)[:1], tmp_path, 300)

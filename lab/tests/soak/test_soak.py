@@ -23,7 +23,7 @@ from kvlinker_lab.soak.readings import Figures
 from kvlinker_lab.soak.run import SoakResult, _Soak
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     arguments = [
         "--minutes",
@@ -80,7 +80,7 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_restarts_lose_no_request(tmp_path: Path) -> None:
     arguments = [
         "--minutes",

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from kvlinker_lab.training.evaluate import HeldOutPrompt, _passages_apart, held_out_prompts
-from kvlinker_lab.training.questions import KINDS, Kind, WorldSettings
+from kvlinker_lab.training.questions import KINDS, WorldSettings
 from kvlinker_lab.training.tokenizer import ASSISTANT, BOS, END, USER, save_tokenizer
 
 
@@ -24,18 +24,23 @@ def loaded(
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_have_the_chat_format(loaded: PreTrainedTokenizerBase, kind: Kind) -> None:
-    for prompt in held_out_prompts(loaded, kind, 3, (200, 400), WorldSettings()):
-        assert prompt.kind == kind
-        assert 200 <= len(prompt.ids) <= 400
-        assert prompt.ids[:2] == [BOS, USER]
-        assert prompt.ids[-2:] == [END, ASSISTANT]
-        assert prompt.answer[-1] == END
-        text = loaded.decode(prompt.ids[2:-2])
-        messages = [{"role": "user", "content": text}]
-        whole = loaded.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert whole == prompt.ids
+def test_prompts_have_the_chat_format(
+    loaded: PreTrainedTokenizerBase, subtests: pytest.Subtests
+) -> None:
+    for kind in KINDS:
+        with subtests.test(kind):
+            for prompt in held_out_prompts(loaded, kind, 3, (200, 400), WorldSettings()):
+                assert prompt.kind == kind
+                assert 200 <= len(prompt.ids) <= 400
+                assert prompt.ids[:2] == [BOS, USER]
+                assert prompt.ids[-2:] == [END, ASSISTANT]
+                assert prompt.answer[-1] == END
+                text = loaded.decode(prompt.ids[2:-2])
+                messages = [{"role": "user", "content": text}]
+                whole = loaded.apply_chat_template(messages, add_generation_prompt=True)[
+                    "input_ids"
+                ]
+                assert whole == prompt.ids
 
 
 def test_passages_apart_see_themselves_and_the_first_tokens() -> None:

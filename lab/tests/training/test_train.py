@@ -22,7 +22,7 @@ STAGES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_an_interrupted_run_ends_with_the_same_weights(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +39,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(
         assert torch.equal(weights, parts.reader.state_dict()[name]), name
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_averaged_stages_are_exported_and_can_be_gone_on_from(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

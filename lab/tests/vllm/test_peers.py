@@ -15,7 +15,7 @@ from tests.engines.vllm.conftest import HEAD_DIM, vllm_settings
 __all__ = ["vllm_settings"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_vllm_is_a_peer_with_and_without_kvlinker(vllm_settings, tmp_path):
     options = vllm_settings.vllm_options
     task = task_for(

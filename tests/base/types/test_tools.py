@@ -18,33 +18,36 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "parsed"),
-    [
-        ("", {}),
-        (" {", {}),
-        ('{"ci', {}),
-        ('{"city": ', {}),
-        ('{"city": "Os', {"city": "Os"}),
-        ('{"city": "Oslo\\', {"city": "Oslo"}),
-        ('{"city": "Oslo", "days": [1, {"a": tr', {"city": "Oslo", "days": [1, {}]}),
-        ('{"city": "Oslo"} ', {"city": "Oslo"}),
-    ],
-)
-def test_arguments_are_ended_where_they_were_cut(text: str, parsed: object) -> None:
-    assert parsed_arguments(text) == parsed
-    call = {"id": "c1", "function": {"name": "f", "arguments": text}}
-    assert template_call(call)["function"]["arguments"] == parsed
+CUT: list[tuple[str, object]] = [
+    ("", {}),
+    (" {", {}),
+    ('{"ci', {}),
+    ('{"city": ', {}),
+    ('{"city": "Os', {"city": "Os"}),
+    ('{"city": "Oslo\\', {"city": "Oslo"}),
+    ('{"city": "Oslo", "days": [1, {"a": tr', {"city": "Oslo", "days": [1, {}]}),
+    ('{"city": "Oslo"} ', {"city": "Oslo"}),
+]
 
 
-@pytest.mark.parametrize(
-    "text", ["x", "[1", '"a', "null", '{"a": 1}}', '{"a": 1} {', '{"a" 1', "{1", '{"a":' * 9999]
-)
-def test_what_is_not_the_beginning_of_an_object_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  which the callers put into words
-        parsed_arguments(text)
-    with pytest.raises(InvalidRequestError, match="a JSON object"):
-        template_call({"function": {"name": "f", "arguments": text}})
+def test_arguments_are_ended_where_they_were_cut(subtests: pytest.Subtests) -> None:
+    for text, parsed in CUT:
+        with subtests.test(text):
+            assert parsed_arguments(text) == parsed
+            call = {"id": "c1", "function": {"name": "f", "arguments": text}}
+            assert template_call(call)["function"]["arguments"] == parsed
+
+
+NO_BEGINNINGS = ["x", "[1", '"a', "null", '{"a": 1}}', '{"a": 1} {', '{"a" 1', "{1", '{"a":' * 9999]
+
+
+def test_what_is_not_the_beginning_of_an_object_is_refused(subtests: pytest.Subtests) -> None:
+    for text in NO_BEGINNINGS:
+        with subtests.test(text[:20]):
+            with pytest.raises(ValueError):  # noqa: PT011  which the callers put into words
+                parsed_arguments(text)
+            with pytest.raises(InvalidRequestError, match="a JSON object"):
+                template_call({"function": {"name": "f", "arguments": text}})
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON), st.booleans(), st.data())

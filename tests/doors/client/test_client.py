@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from inspect import signature
+from itertools import product
 from typing import Any
 
 import httpx
@@ -213,39 +214,38 @@ async def test_async_client(served: Served) -> None:
     assert answer.text == local.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "code", "param"),
-    [
-        ({"temperature": -1}, InvalidRequestError, "invalid_value", "temperature"),
-        ({"temprature": 1}, UnknownArgumentError, "unknown_parameter", "temprature"),
-        ({"policy": "legolink-0"}, PolicyError, "invalid_policy", "link.policy"),
-        ({"model": "gpt-4"}, ModelNotFoundError, "model_not_found", "model"),
-        ({"max_tokens": 10**6}, ContextLengthError, "context_length_exceeded", "max_tokens"),
-        ({"temperature": float("nan")}, InvalidRequestError, "invalid_value", None),
-        ({"stop": ["\ud800"]}, InvalidRequestError, "invalid_value", None),
-        ({"stop": [object()]}, InvalidRequestError, "invalid_value", None),
-        (
-            {"policy": "naive", "link": {"policy": "full"}},
-            InvalidRequestError,
-            "invalid_value",
-            "link.policy",
-        ),
-        (
-            {"policy": "naive", "link": {"keep": "some"}},
-            InvalidRequestError,
-            "invalid_value",
-            "link.keep",
-        ),
-    ],
-)
-def test_mistakes(
-    client: Client, fields: Any, error: type[KVLinkerError], code: str, param: str | None
-) -> None:
-    with pytest.raises(error) as caught:
-        client.chat_completion(HELLO, **fields)
-    assert type(caught.value) is error
-    assert (caught.value.code, caught.value.param) == (code, param)
-    assert 400 <= caught.value.status < 500
+MISTAKES: list[tuple[dict[str, Any], type[KVLinkerError], str, str | None]] = [
+    ({"temperature": -1}, InvalidRequestError, "invalid_value", "temperature"),
+    ({"temprature": 1}, UnknownArgumentError, "unknown_parameter", "temprature"),
+    ({"policy": "legolink-0"}, PolicyError, "invalid_policy", "link.policy"),
+    ({"model": "gpt-4"}, ModelNotFoundError, "model_not_found", "model"),
+    ({"max_tokens": 10**6}, ContextLengthError, "context_length_exceeded", "max_tokens"),
+    ({"temperature": float("nan")}, InvalidRequestError, "invalid_value", None),
+    ({"stop": ["\ud800"]}, InvalidRequestError, "invalid_value", None),
+    ({"stop": [object()]}, InvalidRequestError, "invalid_value", None),
+    (
+        {"policy": "naive", "link": {"policy": "full"}},
+        InvalidRequestError,
+        "invalid_value",
+        "link.policy",
+    ),
+    (
+        {"policy": "naive", "link": {"keep": "some"}},
+        InvalidRequestError,
+        "invalid_value",
+        "link.keep",
+    ),
+]
+
+
+def test_mistakes(client: Client, subtests: pytest.Subtests) -> None:
+    for fields, error, code, param in MISTAKES:
+        with subtests.test(str(fields)):
+            with pytest.raises(error) as caught:
+                client.chat_completion(HELLO, **fields)
+            assert type(caught.value) is error
+            assert (caught.value.code, caught.value.param) == (code, param)
+            assert 400 <= caught.value.status < 500
 
 
 def test_keys(keyed: Served) -> None:
@@ -280,34 +280,48 @@ def test_a_server_that_takes_too_long() -> None:
         next(client.chat_completion(HELLO, stream=True))
 
 
-@pytest.mark.parametrize(
-    "url", ["http://[::", "nonsense", "localhost:8000", "ftp://x", "http://", "", None]
-)
-@pytest.mark.parametrize("client", [Client, AsyncClient])
-def test_what_is_no_address(client: Any, url: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="'http://localhost:8000'") as refused:
-        client(url)
-    assert repr(url) in str(refused.value)
-    assert refused.value.param == "base_url"
+CLIENTS: tuple[Any, ...] = (Client, AsyncClient)
+NO_ADDRESSES: list[Any] = [
+    "http://[::",
+    "nonsense",
+    "localhost:8000",
+    "ftp://x",
+    "http://",
+    "",
+    None,
+]
 
 
-@pytest.mark.parametrize("key", ["ключ", "two\nlines", "two words", "", 5])
-@pytest.mark.parametrize("client", [Client, AsyncClient])
-def test_what_is_no_key_is_refused_without_showing_it(client: Any, key: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="API key must be") as refused:
-        client("http://localhost:8000", api_key=key)
-    assert refused.value.param == "api_key"
-    assert not key or str(key) not in str(refused.value)
+def test_what_is_no_address(subtests: pytest.Subtests) -> None:
+    for client, url in product(CLIENTS, NO_ADDRESSES):
+        with subtests.test(f"{client.__name__} {url!r}"):
+            with pytest.raises(InvalidRequestError, match="'http://localhost:8000'") as refused:
+                client(url)
+            assert repr(url) in str(refused.value)
+            assert refused.value.param == "base_url"
 
 
-@pytest.mark.parametrize("cache_id", ["", ".", "..", "../usage", "a/b", "a?b", "\ud800", "é"])
-def test_ids_that_no_server_gives_are_not_found(cache_id: str) -> None:
-    client = Client("http://127.0.0.1:9")
-    for call in (client.read_cache, client.expire_cache, client.update_cache):
-        with pytest.raises(ContextCacheNotFoundError) as caught:
-            call(cache_id)
-        assert caught.value.cache_id == cache_id
-        assert repr(cache_id) in caught.value.message
+NO_KEYS: list[Any] = ["ключ", "two\nlines", "two words", "", 5]
+
+
+def test_what_is_no_key_is_refused_without_showing_it(subtests: pytest.Subtests) -> None:
+    for client, key in product(CLIENTS, NO_KEYS):
+        with subtests.test(f"{client.__name__} {key!r}"):
+            with pytest.raises(InvalidRequestError, match="API key must be") as refused:
+                client("http://localhost:8000", api_key=key)
+            assert refused.value.param == "api_key"
+            assert not key or str(key) not in str(refused.value)
+
+
+def test_ids_that_no_server_gives_are_not_found(subtests: pytest.Subtests) -> None:
+    for cache_id in ("", ".", "..", "../usage", "a/b", "a?b", "\ud800", "é"):
+        with subtests.test(repr(cache_id)):
+            client = Client("http://127.0.0.1:9")
+            for call in (client.read_cache, client.expire_cache, client.update_cache):
+                with pytest.raises(ContextCacheNotFoundError) as caught:
+                    call(cache_id)
+                assert caught.value.cache_id == cache_id
+                assert repr(cache_id) in caught.value.message
 
 
 def test_what_is_no_context_cache() -> None:

@@ -7,6 +7,7 @@ import logging
 import socket
 import sqlite3
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,41 +35,37 @@ def hosted(served: Served) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Bearer"},
-        {"Authorization": "Bearer key-alph"},
-        {"Authorization": "Bearer key-alphaa"},
-        {"Authorization": "Basic key-alpha"},
-        {"Authorization": "key-alpha"},
-        {"Authorization": "Bearer sch\u00fcssel"},
-        {"x-api-key": "wrong"},
-        {"x-api-key": "Bearer key-alpha"},
-        {"Authorization": "Bearer wrong", "x-api-key": "key-alpha"},
-    ],
-)
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", CACHES),
-        ("POST", "/v1/chat/completions"),
-        ("GET", "/metrics"),
-        ("GET", "/status"),
-        ("GET", "/nowhere"),
-    ],
-)
-def test_no_entry_without_a_known_key(
-    keyed: Served, headers: dict[str, str], method: str, path: str
-) -> None:
-    raw = {name: value.encode("latin-1") for name, value in headers.items()}
-    answer = keyed.http.request(method, path, headers=raw)  # type: ignore[arg-type]
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
-    assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+STRANGERS: list[dict[str, str]] = [
+    {},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer key-alph"},
+    {"Authorization": "Bearer key-alphaa"},
+    {"Authorization": "Basic key-alpha"},
+    {"Authorization": "key-alpha"},
+    {"Authorization": "Bearer sch\u00fcssel"},
+    {"x-api-key": "wrong"},
+    {"x-api-key": "Bearer key-alpha"},
+    {"Authorization": "Bearer wrong", "x-api-key": "key-alpha"},
+]
+CLOSED = [
+    ("GET", CACHES),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/metrics"),
+    ("GET", "/status"),
+    ("GET", "/nowhere"),
+]
+
+
+def test_no_entry_without_a_known_key(keyed: Served, subtests: pytest.Subtests) -> None:
+    for headers, (method, path) in product(STRANGERS, CLOSED):
+        with subtests.test(f"{method} {path}", headers=headers):
+            raw = {name: value.encode("latin-1") for name, value in headers.items()}
+            answer = keyed.http.request(method, path, headers=raw)  # type: ignore[arg-type]
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("path", ["/health", "/", "/docs"])
@@ -76,10 +73,12 @@ def test_open_routes(keyed: Served, path: str) -> None:
     assert keyed.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/status", "/v1/models", CACHES])
-@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_known_keys_enter(keyed: Served, path: str, scheme: str) -> None:
-    assert keyed.get(path, headers={"Authorization": f"{scheme} key-beta"}).status_code == 200
+def test_known_keys_enter(keyed: Served, subtests: pytest.Subtests) -> None:
+    paths = ("/metrics", "/status", "/v1/models", CACHES)
+    for scheme, path in product(("Bearer", "bearer"), paths):
+        headers = {"Authorization": f"{scheme} key-beta"}
+        with subtests.test(f"{scheme} {path}"):
+            assert keyed.get(path, headers=headers).status_code == 200
 
 
 def test_keys_enter_by_a_header_of_their_own(keyed: Served) -> None:
@@ -151,13 +150,12 @@ def test_loopback_needs_no_key(host: str) -> None:
     check_address(host, ())
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "192.168.1.7", "example.org", "", "localhost.example.org"]
-)
-def test_other_addresses_need_keys(host: str) -> None:
-    with pytest.raises(InvalidRequestError, match="loopback"):
-        check_address(host, ())
-    check_address(host, ("key",))
+def test_other_addresses_need_keys(subtests: pytest.Subtests) -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.7", "example.org", "", "localhost.example.org"):
+        with subtests.test(host):
+            with pytest.raises(InvalidRequestError, match="loopback"):
+                check_address(host, ())
+            check_address(host, ("key",))
 
 
 def test_taken_port_is_told() -> None:
@@ -168,45 +166,49 @@ def test_taken_port_is_told() -> None:
             bind("127.0.0.1", port)
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "localhost",
-        "LOCALHOST:8000",
-        "127.0.0.1",
-        "127.9.9.9:1",
-        "[::1]:8000",
-        "friend.example",
-        "Friend.Example:80",
-    ],
-)
-def test_known_hosts_are_answered(hosted: Served, host: str) -> None:
-    assert hosted.get("/v1/models", headers={"Host": host}).status_code == 200
+KNOWN_HOSTS = [
+    "localhost",
+    "LOCALHOST:8000",
+    "127.0.0.1",
+    "127.9.9.9:1",
+    "[::1]:8000",
+    "friend.example",
+    "Friend.Example:80",
+]
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "8.8.8.8",
-        "[::2]",
-        "[",
-        "",
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/models", "/", "/health", f"{CACHES}/", "/nowhere"])
-def test_foreign_hosts_are_refused(served: Served, hosted: Served, host: str, path: str) -> None:
+def test_known_hosts_are_answered(hosted: Served, subtests: pytest.Subtests) -> None:
+    for host in KNOWN_HOSTS:
+        with subtests.test(host):
+            assert hosted.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+FOREIGN_HOSTS = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "8.8.8.8",
+    "[::2]",
+    "[",
+    "",
+]
+PATHS = ["/v1/models", "/", "/health", f"{CACHES}/", "/nowhere"]
+
+
+def test_foreign_hosts_are_refused(
+    served: Served, hosted: Served, subtests: pytest.Subtests
+) -> None:
     """A page whose name points to 127.0.0.1 must not read a server that asks for no key."""
-    for server in (served, hosted):
-        answer = httpx.get(f"{server.url}{path}", headers={"Host": host})
-        assert answer.status_code == 421
-        assert "location" not in answer.headers
-        error = answer.json()["error"]
-        assert (error["code"], error["type"]) == ("unknown_host", "invalid_request_error")
-        assert "allowed_hosts" in error["message"]
+    for host, path in product(FOREIGN_HOSTS, PATHS):
+        with subtests.test(host, path=path):
+            for server in (served, hosted):
+                answer = httpx.get(f"{server.url}{path}", headers={"Host": host})
+                assert answer.status_code == 421
+                assert "location" not in answer.headers
+                error = answer.json()["error"]
+                assert (error["code"], error["type"]) == ("unknown_host", "invalid_request_error")
+                assert "allowed_hosts" in error["message"]
 
 
 def test_any_host_may_be_allowed(served: Served, keyed: Served) -> None:
@@ -215,20 +217,21 @@ def test_any_host_may_be_allowed(served: Served, keyed: Served) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "checked"),
-    [
-        ({}, ("127.0.0.1",)),
-        ({"host": "localhost"}, ("localhost",)),
-        ({"allowed_hosts": "a.example, b.example"}, ("a.example", "b.example", "127.0.0.1")),
-        ({"allowed_hosts": "*"}, None),
-        ({"api_keys": "key"}, None),
-        ({"api_keys": "key", "allowed_hosts": "a.example"}, ("a.example", "127.0.0.1")),
-        ({"host": "0.0.0.0"}, None),
-    ],
-)
-def test_which_hosts_are_checked(options: dict[str, Any], checked: tuple[str, ...] | None) -> None:
-    assert hosts_to_check(load_settings(**options)) == checked
+CHECKED: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
+    ({}, ("127.0.0.1",)),
+    ({"host": "localhost"}, ("localhost",)),
+    ({"allowed_hosts": "a.example, b.example"}, ("a.example", "b.example", "127.0.0.1")),
+    ({"allowed_hosts": "*"}, None),
+    ({"api_keys": "key"}, None),
+    ({"api_keys": "key", "allowed_hosts": "a.example"}, ("a.example", "127.0.0.1")),
+    ({"host": "0.0.0.0"}, None),
+]
+
+
+def test_which_hosts_are_checked(subtests: pytest.Subtests) -> None:
+    for options, checked in CHECKED:
+        with subtests.test(str(options)):
+            assert hosts_to_check(load_settings(**options)) == checked
 
 
 def test_http_1_0_needs_no_host(served: Served) -> None:

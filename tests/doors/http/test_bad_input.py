@@ -621,23 +621,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_mistake_is_answered(served: Served, case: Case) -> None:
-    content = case.body if isinstance(case.body, bytes | None) else json.dumps(case.body).encode()
-    answer = served.http.request(
-        case.method, case.path, content=content, headers=dict(case.headers)
-    )
-
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (
-        case.status,
-        case.code,
-        case.param,
-    ), error
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert error["message"]
-    assert "Traceback" not in answer.text
+def test_mistake_is_answered(served: Served, subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case.name):
+            content = (
+                case.body if isinstance(case.body, bytes | None) else json.dumps(case.body).encode()
+            )
+            answer = served.http.request(
+                case.method, case.path, content=content, headers=dict(case.headers)
+            )
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                case.status,
+                case.code,
+                case.param,
+            ), error
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert error["message"]
+            assert "Traceback" not in answer.text
 
 
 def test_there_are_enough_cases() -> None:

@@ -47,7 +47,10 @@ def begun(served: Served, weight: float) -> dict[str, float]:
     return {str(served.llm.tokenizer.convert_tokens_to_ids("<tool_call>")): weight}
 
 
-@dialects
+@pytest.mark.parametrize(
+    "dialect",
+    ["chat", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("messages", "responses"))],
+)
 def test_a_call_is_never_text(marked: Served, dialect: str) -> None:
     """For every cut of one answer: first no call, then its name, then more and more arguments."""
     ask = DIALECTS[dialect].ask
@@ -55,7 +58,7 @@ def test_a_call_is_never_text(marked: Served, dialect: str) -> None:
     ((name, arguments),) = whole.calls
     check(PARAMETERS[name], json.loads(arguments))
     last = [whole.tokens - 2, whole.tokens - 1, whole.tokens]
-    cuts = [*range(1, last[0], 1 + last[0] // 6), *last]
+    cuts = [*range(1, last[0], 1 + last[0] // 3), *last]
     told = [ask(marked, replace(ONE, max_tokens=cut)) for cut in cuts]
     ends = [each.end for each in told[-3:]]  # vLLM's answers have one token more: their end
     assert ends in (["length", "length", "calls"], ["length", "calls", "calls"])
@@ -72,8 +75,18 @@ def test_a_call_is_never_text(marked: Served, dialect: str) -> None:
     assert begins[-1] == arguments
 
 
-@dialects
-@pytest.mark.parametrize("choice", ["get_weather", "required"])
+@pytest.mark.parametrize(
+    ("dialect", "choice"),
+    [
+        ("chat", "required"),
+        pytest.param("chat", "get_weather", marks=pytest.mark.matrix),
+        *(
+            pytest.param(dialect, choice, marks=pytest.mark.matrix)
+            for dialect in ("messages", "responses")
+            for choice in ("get_weather", "required")
+        ),
+    ],
+)
 def test_stops_end_text_not_calls(marked: Served, dialect: str, choice: str) -> None:
     asked = replace(ONE, choice=choice, tools=[WEATHER])
     free = DIALECTS[dialect].ask(marked, asked)
@@ -172,6 +185,7 @@ def test_an_answer_that_its_grammar_ends_with_the_last_token_is_whole(marked: Se
     assert reasons[0] == "length" != reasons[-1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_form_of_calls_is_cut_alike(name: str, llm_with: Callable[[str], LLM]) -> None:
     known = TEMPLATES[name].replace("[THINK]", "").replace("<think>", "")  # calls, at once
@@ -232,6 +246,7 @@ def test_what_chooses_nothing_is_taken(marked: Served) -> None:
     assert marked.post(RESPONSES.path, auto).status_code == 200
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("cut", [300, 40])
 def test_anthropics_client_puts_streamed_calls_together(marked: Served, cut: int) -> None:
     asked = replace(ONE, max_tokens=cut)
@@ -269,6 +284,7 @@ def test_openais_client_puts_streamed_calls_together(marked: Served, client: ope
         stream.get_final_completion()
 
 
+@pytest.mark.whole
 def test_openais_client_puts_responses_together(marked: Served, client: openai.OpenAI) -> None:
     body = RESPONSES.body(ONE)
     extra = {"stop": body.pop("stop")}

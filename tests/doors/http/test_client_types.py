@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import anthropic.types
@@ -77,6 +78,7 @@ def unnoticed(told: Any, kind: TypeAdapter[Any]) -> set[str]:
                                               for free in FREE)}  # fmt: skip
 
 
+@pytest.mark.whole
 @dialects
 def test_answers_and_events_are_of_the_clients_types(
     marked: Served,  # noqa: F811
@@ -115,27 +117,28 @@ def test_errors_are_of_openais_type(marked: Served, path: str) -> None:  # noqa:
     assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
 
 
-@pytest.mark.parametrize("failure", [KVLinkerError("broken"), EngineClosedError("closed")])
-@dialects
 def test_failures_half_way_are_of_the_clients_types(
-    faked: Served, engine: FakeEngine, dialect: str, failure: KVLinkerError
+    faked: Served, engine: FakeEngine, subtests: pytest.Subtests
 ) -> None:
-    engine.fails_at, engine.failure = 1, failure
-    api = DIALECTS[dialect]
-    body = api.body(replace(ONE, choice="auto", tools=[WEATHER], max_tokens=50))
-    stream = faked.post(api.path, body | {"stream": True}).text
-    *events, last = re.findall(r"^data: (\{.*)$", stream, re.MULTILINE)
-    for event in events:
-        assert unnoticed(json.loads(event), api.event) == set()
-    told = json.loads(last)
-    match dialect:
-        case "chat":
-            assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
-        case "messages":
-            assert unnoticed(told, TypeAdapter(anthropic.types.ErrorResponse)) == set()
-        case _:
-            assert unnoticed(told, api.event) == set()
-            assert told["response"]["error"]["type"] == failure.code
+    failures = (KVLinkerError("broken"), EngineClosedError("closed"))
+    for dialect, failure in product(DIALECTS, failures):
+        with subtests.test(dialect, failure=failure.code):
+            engine.fails_at, engine.failure = 1, failure
+            api = DIALECTS[dialect]
+            body = api.body(replace(ONE, choice="auto", tools=[WEATHER], max_tokens=50))
+            stream = faked.post(api.path, body | {"stream": True}).text
+            *events, last = re.findall(r"^data: (\{.*)$", stream, re.MULTILINE)
+            for event in events:
+                assert unnoticed(json.loads(event), api.event) == set()
+            told = json.loads(last)
+            match dialect:
+                case "chat":
+                    assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
+                case "messages":
+                    assert unnoticed(told, TypeAdapter(anthropic.types.ErrorResponse)) == set()
+                case _:
+                    assert unnoticed(told, api.event) == set()
+                    assert told["response"]["error"]["type"] == failure.code
 
 
 def test_errors_are_of_anthropics_type(marked: Served) -> None:  # noqa: F811

@@ -144,6 +144,7 @@ def test_what_runs_is_finished_while_new_requests_are_refused(
         httpx.get(f"{server.url}/health")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", BODIES)
 def test_what_takes_too_long_ends_with_an_error_of_its_api(
     stopping: Callable[[float], Stopping],

@@ -109,32 +109,31 @@ def test_inputs_may_be_token_ids(embedding: Served) -> None:
     np.testing.assert_allclose(np.frombuffer(raw, "<f4"), vectors("a")[0], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param", "said"),
-    [
-        ({}, 400, "input", "required"),
-        ({"input": ""}, 400, "input", "at least 1"),
-        ({"input": []}, 400, "input", "at least 1"),
-        ({"input": ["a", ""]}, 400, "input.1", "at least 1"),
-        ({"input": {"a": 1}}, 400, "input", "a text, token ids, or a list"),
-        ({"input": [1, "a"]}, 400, "input.1", "integer"),
-        ({"input": ["a"] * 2049}, 400, "input", "2048"),
-        ({"input": [[5], [10**6]]}, 400, "input.1", "vocabulary"),
-        ({"input": ["a", "word " * 2 * LONGEST]}, 400, "input.1", "Shorten it"),
-        ({"input": "word " * 10**5}, 400, "input.0", "characters"),
-        ({"input": "a", "dimensions": 33}, 400, "dimensions", "1 to 32"),
-        ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "base64"),
-        ({"input": "a", "dimension": 3}, 400, "dimension", "dimensions"),
-        ({"input": "a", "model": "tiny"}, 404, "model", "'tiny-embedder'"),
-    ],
-)
-def test_what_is_wrong_is_named(
-    embedding: Served, body: dict[str, Any], status: int, param: str, said: str
-) -> None:
-    answer = embedding.post(PATH, body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param), error
-    assert said in error["message"]
+WRONG: list[tuple[dict[str, Any], int, str, str]] = [
+    ({}, 400, "input", "required"),
+    ({"input": ""}, 400, "input", "at least 1"),
+    ({"input": []}, 400, "input", "at least 1"),
+    ({"input": ["a", ""]}, 400, "input.1", "at least 1"),
+    ({"input": {"a": 1}}, 400, "input", "a text, token ids, or a list"),
+    ({"input": [1, "a"]}, 400, "input.1", "integer"),
+    ({"input": ["a"] * 2049}, 400, "input", "2048"),
+    ({"input": [[5], [10**6]]}, 400, "input.1", "vocabulary"),
+    ({"input": ["a", "word " * 2 * LONGEST]}, 400, "input.1", "Shorten it"),
+    ({"input": "word " * 10**5}, 400, "input.0", "characters"),
+    ({"input": "a", "dimensions": 33}, 400, "dimensions", "1 to 32"),
+    ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format", "base64"),
+    ({"input": "a", "dimension": 3}, 400, "dimension", "dimensions"),
+    ({"input": "a", "model": "tiny"}, 404, "model", "'tiny-embedder'"),
+]
+
+
+def test_what_is_wrong_is_named(embedding: Served, subtests: pytest.Subtests) -> None:
+    for body, status, param, said in WRONG:
+        with subtests.test(f"{param}: {said}"):
+            answer = embedding.post(PATH, body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (status, param), error
+            assert said in error["message"]
 
 
 def test_without_a_model_the_reason_is_told(served: Served) -> None:

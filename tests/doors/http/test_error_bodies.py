@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import pkgutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 INSIDE = "/home/operator/state/catalog.sqlite"
 SCOPE: Scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
+HOMES = ("kvlinker.store", "kvlinker.doors.http", "kvlinker.doors.client", "kvlinker.fleet.proxy")
+"""What defines errors, besides modules that are named after them."""
 
 
 def all_errors() -> list[type[KVLinkerError]]:
     for module in pkgutil.walk_packages(kvlinker.__path__, "kvlinker."):
-        if "error" in module.name or module.name.startswith(
-            ("kvlinker.store", "kvlinker.doors.http", "kvlinker.doors.client")
-        ):
+        if "error" in module.name or module.name.startswith(HOMES):
             importlib.import_module(module.name)
     found = [KVLinkerError]
     for kind in found:
@@ -55,45 +56,51 @@ def made(kind: type[KVLinkerError]) -> KVLinkerError:
     return kind(INSIDE)
 
 
-@pytest.mark.parametrize("kind", all_errors())
-def test_bodies_of_all_errors(kind: type[KVLinkerError], caplog: pytest.LogCaptureFixture) -> None:
-    error = made(kind)
-    answer = error_response(error, SCOPE)
-    assert answer.status_code == kind.status
-    body = json.loads(bytes(answer.body))["error"]
-    assert (body["type"], body["code"], body["param"]) == (error.type, error.code, error.param)
-    if kind.status == 500:
-        assert INSIDE not in body["message"]
-        assert "req_1" in body["message"]
-        assert body["message"].startswith(kind.summary)
-        assert f"Request req_1 failed: {INSIDE}" in caplog.text
-    else:
-        assert INSIDE in body["message"], "it is the caller's own"
-        assert not caplog.records
-    assert error_body(error, SCOPE).model_dump()["error"] == body
+def test_bodies_of_all_errors(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+    for kind in all_errors():
+        with subtests.test(kind.__name__):
+            caplog.clear()
+            error = made(kind)
+            answer = error_response(error, SCOPE)
+            assert answer.status_code == kind.status
+            body = json.loads(bytes(answer.body))["error"]
+            assert (body["type"], body["code"], body["param"]) == (
+                error.type,
+                error.code,
+                error.param,
+            )
+            if kind.status == 500:
+                assert INSIDE not in body["message"]
+                assert "req_1" in body["message"]
+                assert body["message"].startswith(kind.summary)
+                assert f"Request req_1 failed: {INSIDE}" in caplog.text
+            else:
+                assert INSIDE in body["message"], "it is the caller's own"
+                assert not caplog.records
+            assert error_body(error, SCOPE).model_dump()["error"] == body
 
 
-@pytest.mark.parametrize("padding", [0, 20_000])
-@pytest.mark.parametrize(
-    ("schema", "place"),
-    [
-        ('{"minimum": 1e999}', "minimum"),
-        ('{"properties": {"a": {"enum": [1, -1e999]}}}', "properties.a.enum.1"),
-        ('{"list": {"float": 1e999}}', "list.float"),
-    ],
-)
-def test_places_are_those_of_the_body(keyed: Served, padding: int, schema: str, place: str) -> None:
+PLACES = [
+    ('{"minimum": 1e999}', "minimum"),
+    ('{"properties": {"a": {"enum": [1, -1e999]}}}', "properties.a.enum.1"),
+    ('{"list": {"float": 1e999}}', "list.float"),
+]
+
+
+def test_places_are_those_of_the_body(keyed: Served, subtests: pytest.Subtests) -> None:
     """Also in JSON of any kind, and in long bodies."""
-    message = {"role": "user", "content": "x" * padding}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": "…"}}
-    body = json.dumps({"messages": [message], "response_format": form}, ensure_ascii=False)
-    answer = keyed.http.post(
-        CHAT,
-        content=body.replace('"…"', schema),
-        headers={"Authorization": "Bearer key-alpha", "Content-Type": "application/json"},
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == f"response_format.json_schema.schema.{place}"
+    for padding, (schema, place) in product((0, 20_000), PLACES):
+        with subtests.test(place, padding=padding):
+            message = {"role": "user", "content": "x" * padding}
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": "…"}}
+            body = json.dumps({"messages": [message], "response_format": form}, ensure_ascii=False)
+            answer = keyed.http.post(
+                CHAT,
+                content=body.replace('"…"', schema),
+                headers={"Authorization": "Bearer key-alpha", "Content-Type": "application/json"},
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == f"response_format.json_schema.schema.{place}"
 
 
 def test_every_answer_names_its_request(keyed: Served) -> None:

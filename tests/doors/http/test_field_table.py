@@ -48,9 +48,6 @@ def rows() -> Iterator[tuple[Place, str, ForeignFields]]:
             yield place, name, fields
 
 
-ROWS = list(rows())
-
-
 def refusal(place: Place, name: str, value: Any) -> dict[str, Any] | None:
     """The complaint about a value of a field, if there is one."""
     try:
@@ -72,19 +69,21 @@ def test_a_page_without_marks_is_an_error() -> None:
         with_table("# API\n")
 
 
-@pytest.mark.parametrize(("place", "name", "fields"), ROWS, ids=lambda value: str(value)[:40])
-def test_fields_are_taken_or_refused_as_the_table_says(
-    place: Place, name: str, fields: ForeignFields
-) -> None:
-    assert refusal(place, name, None) is None
-    for no_op in fields.no_ops or ():
-        assert refusal(place, name, no_op) is None
-    wrong = refusal(place, name, WRONG)
-    if fields.no_ops is None:
-        assert wrong is None
-    else:
-        assert wrong is not None
-        assert (wrong["type"], wrong["ctx"]) == ("unsupported_parameter", {"why": fields.why})
+def test_fields_are_taken_or_refused_as_the_table_says(subtests: pytest.Subtests) -> None:
+    for place, name, fields in rows():
+        with subtests.test(f"{place} {name}"):
+            assert refusal(place, name, None) is None
+            for no_op in fields.no_ops or ():
+                assert refusal(place, name, no_op) is None
+            wrong = refusal(place, name, WRONG)
+            if fields.no_ops is None:
+                assert wrong is None
+            else:
+                assert wrong is not None
+                assert (wrong["type"], wrong["ctx"]) == (
+                    "unsupported_parameter",
+                    {"why": fields.why},
+                )
 
 
 def test_no_field_is_in_the_table_twice_or_served_beside() -> None:
@@ -97,35 +96,36 @@ def test_no_field_is_in_the_table_twice_or_served_beside() -> None:
     assert BODIES.keys() - {Place.DETOKENIZE, Place.EMBEDDINGS} <= ROUTES
 
 
-@pytest.mark.parametrize(
-    ("place", "parameters"),
-    [
-        (
-            Place.CHAT,
-            openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
-        ),
-        (
-            Place.COMPLETIONS,
-            openai.types.completion_create_params.CompletionCreateParamsNonStreaming,
-        ),
-        (
-            Place.RESPONSES,
-            openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming,
-        ),
-        (
-            Place.MESSAGES,
-            anthropic.types.message_create_params.MessageCreateParamsNonStreaming,
-        ),
-        (
-            Place.MESSAGES,
-            anthropic.types.beta.message_create_params.MessageCreateParamsNonStreaming,
-        ),
-        (Place.EMBEDDINGS, openai.types.embedding_create_params.EmbeddingCreateParams),
-        (Place.COUNT_TOKENS, anthropic.types.MessageCountTokensParams),
-        (Place.COUNT_TOKENS, anthropic.types.beta.MessageCountTokensParams),
-    ],
-)
-def test_all_fields_of_the_clients_are_known(place: Place, parameters: Any) -> None:
-    body = BODIES[place]
-    known = {*body.model_fields, *foreign_fields(place, body.model_fields)}
-    assert typing.get_type_hints(parameters).keys() - known == set()
+PARAMETERS: list[tuple[Place, Any]] = [
+    (
+        Place.CHAT,
+        openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
+    ),
+    (
+        Place.COMPLETIONS,
+        openai.types.completion_create_params.CompletionCreateParamsNonStreaming,
+    ),
+    (
+        Place.RESPONSES,
+        openai.types.responses.response_create_params.ResponseCreateParamsNonStreaming,
+    ),
+    (
+        Place.MESSAGES,
+        anthropic.types.message_create_params.MessageCreateParamsNonStreaming,
+    ),
+    (
+        Place.MESSAGES,
+        anthropic.types.beta.message_create_params.MessageCreateParamsNonStreaming,
+    ),
+    (Place.EMBEDDINGS, openai.types.embedding_create_params.EmbeddingCreateParams),
+    (Place.COUNT_TOKENS, anthropic.types.MessageCountTokensParams),
+    (Place.COUNT_TOKENS, anthropic.types.beta.MessageCountTokensParams),
+]
+
+
+def test_all_fields_of_the_clients_are_known(subtests: pytest.Subtests) -> None:
+    for place, parameters in PARAMETERS:
+        with subtests.test(f"{place} {parameters.__module__}"):
+            body = BODIES[place]
+            known = {*body.model_fields, *foreign_fields(place, body.model_fields)}
+            assert typing.get_type_hints(parameters).keys() - known == set()

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +95,25 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "mark", [EPHEMERAL, BREAKPOINT, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]
-)
-@pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
+MARKS = [EPHEMERAL, BREAKPOINT, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+
+
 def test_marked_parts_are_found_by_content_in_any_order(
-    apart: Served, mark: dict[str, Any], role: str
+    apart: Served, subtests: pytest.Subtests
 ) -> None:
-    a, b = text(f"{role[0]}a{len(str(mark))}"), text(f"{role[0]}b{len(str(mark))}")
-    first = ask(apart, part(a, mark), part(b, mark), role=role)
-    second = ask(apart, part("Listen: "), part(b, mark), part(a, mark), role=role)
-    assert created(first) == [True, True]
-    assert created(second) == [False, False]
-    assert ids(second) == ids(first)[::-1], "in the order of the prompt"
-    sizes = [apart.post("/tokenize", {"text": each}).json()["count"] for each in (a, b)]
-    assert [cache["tokens"] for cache in first["link"]["context_caches"]] == sizes
-    assert first["link"]["policy"] == "legolink-4"
-    assert cached(first) == 0, "this request computed it"
-    assert cached(second) > sum(sizes) - 20
+    for role, mark in product(("user", "system", "tool", "assistant"), MARKS):
+        with subtests.test(role, mark=mark):
+            a, b = text(f"{role[0]}a{len(str(mark))}"), text(f"{role[0]}b{len(str(mark))}")
+            first = ask(apart, part(a, mark), part(b, mark), role=role)
+            second = ask(apart, part("Listen: "), part(b, mark), part(a, mark), role=role)
+            assert created(first) == [True, True]
+            assert created(second) == [False, False]
+            assert ids(second) == ids(first)[::-1], "in the order of the prompt"
+            sizes = [apart.post("/tokenize", {"text": each}).json()["count"] for each in (a, b)]
+            assert [cache["tokens"] for cache in first["link"]["context_caches"]] == sizes
+            assert first["link"]["policy"] == "legolink-4"
+            assert cached(first) == 0, "this request computed it"
+            assert cached(second) > sum(sizes) - 20
 
 
 def test_marks_answer_as_ids_do(apart: Served) -> None:

@@ -57,7 +57,7 @@ def ask(served: Served, content: list[Any] | str, policy: str) -> tuple[str, dic
     return answer["choices"][0]["message"]["content"], details
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_of_a_model_in_another_form(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

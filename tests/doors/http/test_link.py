@@ -177,36 +177,37 @@ def test_a_completions_prompt_can_be_explained(served: Served) -> None:
     assert without["cost"]["cached_tokens"] == without["cost"]["recomputed_tokens"] == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "code"),
-    [
-        ({}, "messages", "invalid_value"),
-        ({"messages": messages(), "prompt": "both"}, "messages", "invalid_value"),
-        ({"prompt": ["one", "two"]}, "prompt", "invalid_value"),
-        (
-            {"messages": messages("cc_unknown")},
-            "messages.0.content.0.id",
-            "context_cache_not_found",
-        ),
-        ({"prompt": "x", "link": {"policy": "nonsense"}}, "link.policy", "invalid_policy"),
-        ({"prompt": "x", "link": {"policy": "query-101"}}, "link.policy", "invalid_policy"),
-        (
-            {"prompt": "x", "link": {"policy": "cachecraft-1-focus-w0"}},
-            "link.policy",
-            "invalid_policy",
-        ),
-        ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
-        ({"prompt": "x", "model": "another"}, "model", "model_not_found"),
-        ({"prompt": "x", "max_tokens": 3}, "max_tokens", "unknown_parameter"),
-    ],
-)
+BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "messages", "invalid_value"),
+    ({"messages": messages(), "prompt": "both"}, "messages", "invalid_value"),
+    ({"prompt": ["one", "two"]}, "prompt", "invalid_value"),
+    (
+        {"messages": messages("cc_unknown")},
+        "messages.0.content.0.id",
+        "context_cache_not_found",
+    ),
+    ({"prompt": "x", "link": {"policy": "nonsense"}}, "link.policy", "invalid_policy"),
+    ({"prompt": "x", "link": {"policy": "query-101"}}, "link.policy", "invalid_policy"),
+    (
+        {"prompt": "x", "link": {"policy": "cachecraft-1-focus-w0"}},
+        "link.policy",
+        "invalid_policy",
+    ),
+    ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x", "model": "another"}, "model", "model_not_found"),
+    ({"prompt": "x", "max_tokens": 3}, "max_tokens", "unknown_parameter"),
+]
+
+
 def test_bad_requests_are_answered_with_the_parameter(
-    served: Served, body: dict[str, Any], param: str, code: str
+    served: Served, subtests: pytest.Subtests
 ) -> None:
-    answer = served.post("/v1/link/explain", body)
-    assert 400 <= answer.status_code < 500
-    error = answer.json()["error"]
-    assert (error["param"], error["code"]) == (param, code)
+    for body, param, code in BAD_REQUESTS:
+        with subtests.test(param, body=body):
+            answer = served.post("/v1/link/explain", body)
+            assert 400 <= answer.status_code < 500
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == (param, code)
 
 
 def test_an_out_of_range_parameter_is_answered_with_the_range(served: Served) -> None:

@@ -94,26 +94,27 @@ def test_long_bodies_are_read_in_another_thread(
     assert "AnyIO worker thread" in threads[0]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": "a"}),
-        (CHAT, {"messages": [USER], "n": 0}),
-        (CHAT, {"messages": [USER], "top_logprobs": 1}),
-        (CHAT, {"messages": [USER], "unknown": 1}),
-        (CHAT, {}),
-        ("/v1/messages", {"messages": [USER]}),
-        ("/v1/responses", {"input": 5}),
-    ],
-)
+MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": "a"}),
+    (CHAT, {"messages": [USER], "n": 0}),
+    (CHAT, {"messages": [USER], "top_logprobs": 1}),
+    (CHAT, {"messages": [USER], "unknown": 1}),
+    (CHAT, {}),
+    ("/v1/messages", {"messages": [USER]}),
+    ("/v1/responses", {"input": 5}),
+]
+
+
 def test_errors_of_long_bodies_are_those_of_short_ones(
-    served: Served, path: str, body: dict[str, Any]
+    served: Served, subtests: pytest.Subtests
 ) -> None:
-    short = served.post(path, body)
-    headers = {"Content-Type": "application/json"}
-    long = served.http.post(path, content=json.dumps(body) + PADDING, headers=headers)
-    assert (short.status_code, long.status_code) == (400, 400)
-    assert {**long.json(), "request_id": 0} == {**short.json(), "request_id": 0}
+    for path, body in MISTAKES:
+        with subtests.test(path, body=body):
+            short = served.post(path, body)
+            headers = {"Content-Type": "application/json"}
+            long = served.http.post(path, content=json.dumps(body) + PADDING, headers=headers)
+            assert (short.status_code, long.status_code) == (400, 400)
+            assert {**long.json(), "request_id": 0} == {**short.json(), "request_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -160,13 +161,14 @@ LISTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param"), LISTS)
-def test_lists_have_limits(served: Served, path: str, body: dict[str, Any], param: str) -> None:
-    answer = served.post(path, body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert "List should have at most" in error["message"]
-    assert error.get("param", param) == param
+def test_lists_have_limits(served: Served, subtests: pytest.Subtests) -> None:
+    for path, body, param in LISTS:
+        with subtests.test(path, param=param, fields=list(body)):
+            answer = served.post(path, body)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert "List should have at most" in error["message"]
+            assert error.get("param", param) == param
 
 
 def test_messages_of_errors_are_short(served: Served) -> None:

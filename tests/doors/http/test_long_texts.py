@@ -67,9 +67,9 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param"), BODIES)
+@pytest.mark.whole
 def test_what_cannot_fit_is_refused_without_being_encoded(
-    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+    served: Served, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     encoded: list[int] = []
     for name in ("encode_data", "encode_prompt", "count_roughly"):
@@ -82,15 +82,18 @@ def test_what_cannot_fit_is_refused_without_being_encoded(
             return original(self, text, **options)
 
         monkeypatch.setattr(TextEncoder, name, noting)
-    answer = served.post(path, body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (
-        400,
-        "context_length_exceeded",
-        param,
-    )
-    assert f"{served.llm.max_model_len:,}" in error["message"]
-    assert max(encoded, default=0) < 100
+    for path, body, param in BODIES:
+        with subtests.test(path, body=body):
+            encoded.clear()
+            answer = served.post(path, body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (
+                400,
+                "context_length_exceeded",
+                param,
+            )
+            assert f"{served.llm.max_model_len:,}" in error["message"]
+            assert max(encoded, default=0) < 100
 
 
 class Gate:

@@ -367,40 +367,41 @@ def test_reasoning_is_turned_off_where_the_chat_template_can(
     assert (silent.json()["input_tokens"] > usual.json()["input_tokens"]) == ends
 
 
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "messages.0.content.0.type",
+    ),
+    ({"messages": [{"role": "user", "content": [RESULT]}]}, "'c1'"),
+    ({"messages": [{"role": "user", "content": [CALLED]}]}, "tool_use"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"temprature": 1}, "temprature"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "some"}}, "thinking.type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+    ({"tools": [WEATHER, WEATHER]}, "same name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"container": "c"}, "container"),
+    ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"output_config": {"effort": "highest"}}, "output_config.effort"),
+    ({"link": {"policy": "nothing"}}, "nothing"),
+]
+
+
 class TestMistakes:
     """Each is an error as Anthropic's API has it."""
 
-    @pytest.mark.parametrize(
-        ("fields", "said"),
-        [
-            ({"messages": []}, "messages"),
-            ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-            (
-                {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-                "messages.0.content.0.type",
-            ),
-            ({"messages": [{"role": "user", "content": [RESULT]}]}, "'c1'"),
-            ({"messages": [{"role": "user", "content": [CALLED]}]}, "tool_use"),
-            ({"max_tokens": None}, "max_tokens"),
-            ({"temprature": 1}, "temprature"),
-            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-            ({"thinking": {"type": "some"}}, "thinking.type"),
-            ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
-            ({"tools": [WEATHER, WEATHER]}, "same name"),
-            ({"tool_choice": {"type": "any"}}, "tool_choice"),
-            ({"container": "c"}, "container"),
-            ({"stop_sequences": [""]}, "stop_sequences.0"),
-            ({"output_config": {"effort": "highest"}}, "output_config.effort"),
-            ({"link": {"policy": "nothing"}}, "nothing"),
-        ],
-    )
-    def test_of_fields(self, served: Served, fields: dict[str, Any], said: str) -> None:
-        answer = served.post(PATH, {"messages": QUESTION, "max_tokens": 2} | fields)
-        assert answer.status_code == 400, answer.text
-        error = answer.json()
-        assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-        assert said in error["error"]["message"]
-        assert error["request_id"] == answer.headers["x-request-id"]
+    def test_of_fields(self, served: Served, subtests: pytest.Subtests) -> None:
+        for fields, said in MISTAKES:
+            with subtests.test(said, fields=fields):
+                answer = served.post(PATH, {"messages": QUESTION, "max_tokens": 2} | fields)
+                assert answer.status_code == 400, answer.text
+                error = answer.json()
+                assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+                assert said in error["error"]["message"]
+                assert error["request_id"] == answer.headers["x-request-id"]
 
     def test_as_the_client_raises_them(self, keyed: Served, client: anthropic.Anthropic) -> None:
         with pytest.raises(anthropic.NotFoundError) as missing:
@@ -446,21 +447,22 @@ def test_keys_may_come_as_anthropics_client_sends_them(keyed: Served) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (
-            '{"days": 1e999, "of": [-1e999, {"a": 2.5}',
-            {"days": BIGGEST, "of": [-BIGGEST, {"a": 2.5}]},
-        ),
-        ('{"days": NaN}', {"days": None}),
-        ('{"days": 1' + "0" * 5000 + "}", {}),
-        ('{"days": 3, "ci', {"days": 3}),
-        ("[1]", {}),
-        ("", {}),
-    ],
-)
-def test_arguments_are_numbers_that_json_has(text: str, told: dict[str, Any]) -> None:
+ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
+    (
+        '{"days": 1e999, "of": [-1e999, {"a": 2.5}',
+        {"days": BIGGEST, "of": [-BIGGEST, {"a": 2.5}]},
+    ),
+    ('{"days": NaN}', {"days": None}),
+    ('{"days": 1' + "0" * 5000 + "}", {}),
+    ('{"days": 3, "ci', {"days": 3}),
+    ("[1]", {}),
+    ("", {}),
+]
+
+
+def test_arguments_are_numbers_that_json_has(subtests: pytest.Subtests) -> None:
     """A model may write any digits."""
-    assert arguments_of(text) == told
-    assert json.loads(json.dumps(arguments_of(text), allow_nan=False)) == told
+    for text, told in ARGUMENTS:
+        with subtests.test(text[:40]):
+            assert arguments_of(text) == told
+            assert json.loads(json.dumps(arguments_of(text), allow_nan=False)) == told

@@ -428,25 +428,27 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), ACCEPTED)
 def test_bodies_that_are_described_are_accepted(
-    served: Served, document: dict[str, Any], path: str, body: dict[str, Any]
+    served: Served, document: dict[str, Any], subtests: pytest.Subtests
 ) -> None:
     contract = Contract(document)
-    contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
-    limit = {"max_tokens": 1} if path in (CHAT, TEXT) else {}
-    answer = served.post(path, body | limit)
-    assert answer.status_code == 200, answer.text
+    for path, body in ACCEPTED:
+        with subtests.test(path, body=body):
+            contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
+            limit = {"max_tokens": 1} if path in (CHAT, TEXT) else {}
+            answer = served.post(path, body | limit)
+            assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(("path", "body"), REFUSED)
 def test_bodies_that_are_refused_are_not_described(
-    served: Served, document: dict[str, Any], path: str, body: dict[str, Any]
+    served: Served, document: dict[str, Any], subtests: pytest.Subtests
 ) -> None:
-    assert served.post(path, body).status_code == 400
     contract = Contract(document)
-    with pytest.raises(ValidationError):
-        contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
+    for path, body in REFUSED:
+        with subtests.test(path, body=body):
+            assert served.post(path, body).status_code == 400
+            with pytest.raises(ValidationError):
+                contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
 
 
 @pytest.mark.parametrize(

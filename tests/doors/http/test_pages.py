@@ -14,23 +14,24 @@ from tests.doors.http.serving import Served
 MEDIA_TYPES = {"js": "text/javascript", "css": "text/css"}
 
 
-@pytest.mark.parametrize("path", sorted(PAGE_PATHS))
-def test_files_load_nothing_from_elsewhere(keyed: Served, path: str) -> None:
-    answer = keyed.get(path)
-    assert answer.status_code == 200, "it needs no key"
-    assert answer.headers["content-type"].startswith(
-        MEDIA_TYPES.get(path.rpartition(".")[2], "text/html")
-    )
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    policy = answer.headers["content-security-policy"]
-    assert policy.startswith(
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-    )
-    assert "unsafe" not in policy
-    assert "http" not in policy
-    assert not re.findall(
-        r"(?:src|href|url|from|import)\s*[=(]?\s*[\"']?(?:https?:)?//", answer.text
-    )
+def test_files_load_nothing_from_elsewhere(keyed: Served, subtests: pytest.Subtests) -> None:
+    for path in sorted(PAGE_PATHS):
+        with subtests.test(path):
+            answer = keyed.get(path)
+            assert answer.status_code == 200, "it needs no key"
+            assert answer.headers["content-type"].startswith(
+                MEDIA_TYPES.get(path.rpartition(".")[2], "text/html")
+            )
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith(
+                "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+            )
+            assert "unsafe" not in policy
+            assert "http" not in policy
+            assert not re.findall(
+                r"(?:src|href|url|from|import)\s*[=(]?\s*[\"']?(?:https?:)?//", answer.text
+            )
 
 
 def test_no_script_writes_markup(served: Served) -> None:

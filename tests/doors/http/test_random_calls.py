@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.llm import LLM
@@ -16,6 +16,7 @@ from tests.doors.http.dialects import DIALECTS, Asked, check_told
 from tests.doors.http.serving import Served, serving
 from tests.doors.http.test_calls import begun, dialects, marked  # noqa: F401
 from tests.doors.http.test_tools import closing
+from tests.properties import examples
 
 QUESTIONS = (
     "What is the weather in Oslo?",
@@ -62,8 +63,9 @@ def converse(
     check_told(DIALECTS[dialect].ask(served, asked), asked)
 
 
+@pytest.mark.whole
 @dialects
-@settings(max_examples=6)
+@examples(6)
 @given(data=st.data())
 def test_calls_hold_wherever_they_are_cut(
     marked: Served,  # noqa: F811
@@ -73,9 +75,9 @@ def test_calls_hold_wherever_they_are_cut(
     converse(marked, dialect, data, longest=60, biased=True)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @dialects
-@settings(max_examples=240)
+@examples(240)
 @given(data=st.data())
 def test_many_calls_hold_on_random_weights(
     marked: Served,  # noqa: F811
@@ -85,9 +87,9 @@ def test_many_calls_hold_on_random_weights(
     converse(marked, dialect, data, longest=80, biased=True)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @dialects
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data())
 def test_many_calls_hold_on_the_model_in_the_box(
     box: Served, dialect: str, data: st.DataObject

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,24 +71,23 @@ def ask(servers: dict[str, tuple[Served, FakeEngine]]) -> Ask:
     return asked
 
 
-@pytest.mark.parametrize(
-    ("template", "effort", "shown", "ignored"),
-    [
-        ("never", "none", "", None),
-        ("never", "low", "", "reasoning_effort"),
-        ("always", "none", "<think>", "reasoning_effort"),
-        ("always", "high", "<think>", "reasoning_effort"),
-        ("switch", None, "off<think>", None),
-        ("switch", "none", "off<think>", None),
-        ("switch", "minimal", "on<think>", None),
-        ("effort", None, "effort its own", None),
-        ("effort", "xhigh", "effort xhigh", None),
-    ],
-)
-def test_an_effort_does_what_the_template_can(
-    ask: Ask, template: str, effort: str | None, shown: str, ignored: str | None
-) -> None:
-    assert ask(template, reasoning_effort=effort) == (shown, ignored)
+EFFORTS = [
+    ("never", "none", "", None),
+    ("never", "low", "", "reasoning_effort"),
+    ("always", "none", "<think>", "reasoning_effort"),
+    ("always", "high", "<think>", "reasoning_effort"),
+    ("switch", None, "off<think>", None),
+    ("switch", "none", "off<think>", None),
+    ("switch", "minimal", "on<think>", None),
+    ("effort", None, "effort its own", None),
+    ("effort", "xhigh", "effort xhigh", None),
+]
+
+
+def test_an_effort_does_what_the_template_can(ask: Ask, subtests: pytest.Subtests) -> None:
+    for template, effort, shown, ignored in EFFORTS:
+        with subtests.test(f"{template} {effort}"):
+            assert ask(template, reasoning_effort=effort) == (shown, ignored)
 
 
 def test_a_variable_of_the_template_counts_before_the_effort(ask: Ask) -> None:
@@ -96,37 +96,38 @@ def test_a_variable_of_the_template_counts_before_the_effort(ask: Ask) -> None:
     ) == ("effort 9", None)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "ignored"),
-    [
-        (
-            CHAT,
-            {"reasoning": {"effort": "low"}, "reasoning_effort": "low"},
-            "reasoning.effort, reasoning_effort",
-        ),
-        (CHAT, {"reasoning": {}, "verbosity": "medium"}, None),
-        (CHAT, {"verbosity": "low", "stream": True}, "verbosity"),
-        (CHAT, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
-        (
-            RESPONSES,
-            {"reasoning": {"effort": "low", "summary": "auto"}},
-            "reasoning.effort, reasoning.summary",
-        ),
-        (RESPONSES, {"text": {"verbosity": "low"}, "stream": True}, "text.verbosity"),
-        (
-            MESSAGES,
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            "thinking.budget_tokens",
-        ),
-        (MESSAGES, {"thinking": {"type": "disabled"}}, None),
-        (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
-        (MESSAGES, {"output_config": {"effort": "high"}, "stream": True}, "output_config.effort"),
-    ],
-)
+WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str | None]] = [
+    (
+        CHAT,
+        {"reasoning": {"effort": "low"}, "reasoning_effort": "low"},
+        "reasoning.effort, reasoning_effort",
+    ),
+    (CHAT, {"reasoning": {}, "verbosity": "medium"}, None),
+    (CHAT, {"verbosity": "low", "stream": True}, "verbosity"),
+    (CHAT, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+    (
+        RESPONSES,
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        "reasoning.effort, reasoning.summary",
+    ),
+    (RESPONSES, {"text": {"verbosity": "low"}, "stream": True}, "text.verbosity"),
+    (
+        MESSAGES,
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "thinking.budget_tokens",
+    ),
+    (MESSAGES, {"thinking": {"type": "disabled"}}, None),
+    (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
+    (MESSAGES, {"output_config": {"effort": "high"}, "stream": True}, "output_config.effort"),
+]
+
+
 def test_what_has_no_effect_is_told_in_the_words_of_the_route(
-    ask: Ask, path: str, fields: dict[str, Any], ignored: str | None
+    ask: Ask, subtests: pytest.Subtests
 ) -> None:
-    assert ask("never", path, **fields) == ("", ignored)
+    for path, fields, ignored in WITHOUT_EFFECT:
+        with subtests.test(path, fields=fields):
+            assert ask("never", path, **fields) == ("", ignored)
 
 
 def test_of_two_efforts_one_counts(ask: Ask) -> None:
@@ -178,30 +179,28 @@ LONGEST_TOKEN = 12
 """The characters of the tokenizer's longest token, and more."""
 
 
-@pytest.mark.parametrize(("path", "fields"), LIMITS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_limits_of_reasoning_are_kept(
-    thinking: Served, path: str, fields: dict[str, Any], stream: bool
-) -> None:
-    (cat,) = thinking.llm.token_ids(" cat")
-    close = thinking.llm.tokenizer.convert_tokens_to_ids("</think>")
-    body = {
-        "input" if path == RESPONSES else "messages": QUESTION,
-        "allowed_token_ids": [cat, close],
-        "logit_bias": {str(close): -100},  # it would not end by itself
-        "max_output_tokens" if path == RESPONSES else "max_tokens": 12,
-        "stream": stream,
-    }
-    if path == MESSAGES:  # which knows of no such tokens
-        body = {name: body[name] for name in ("messages", "max_tokens", "stream")}
-    answer = thinking.post(path, body | fields)
-    assert answer.status_code == 200, answer.text
-    assert HEADER not in answer.headers
-    thought, said = told(path, answer.text) if stream else parts(path, answer.json())
-    if path == MESSAGES:
-        assert len(thought) <= 5 * LONGEST_TOKEN
-    else:
-        assert (thought, said) == (("cat" + " cat" * 4), "cat" + " cat" * 5)
+def test_limits_of_reasoning_are_kept(thinking: Served, subtests: pytest.Subtests) -> None:
+    for (path, fields), stream in product(LIMITS, (False, True)):
+        with subtests.test(path, fields=fields, stream=stream):
+            (cat,) = thinking.llm.token_ids(" cat")
+            close = thinking.llm.tokenizer.convert_tokens_to_ids("</think>")
+            body = {
+                "input" if path == RESPONSES else "messages": QUESTION,
+                "allowed_token_ids": [cat, close],
+                "logit_bias": {str(close): -100},  # it would not end by itself
+                "max_output_tokens" if path == RESPONSES else "max_tokens": 12,
+                "stream": stream,
+            }
+            if path == MESSAGES:  # which knows of no such tokens
+                body = {name: body[name] for name in ("messages", "max_tokens", "stream")}
+            answer = thinking.post(path, body | fields)
+            assert answer.status_code == 200, answer.text
+            assert HEADER not in answer.headers
+            thought, said = told(path, answer.text) if stream else parts(path, answer.json())
+            if path == MESSAGES:
+                assert len(thought) <= 5 * LONGEST_TOKEN
+            else:
+                assert (thought, said) == (("cat" + " cat" * 4), "cat" + " cat" * 5)
 
 
 def parts(path: str, answer: dict[str, Any]) -> tuple[str, str]:

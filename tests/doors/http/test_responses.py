@@ -245,59 +245,60 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
     assert engine.requests == []
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
-        (
-            {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
-            "input.1.content.0.type",
-        ),
-        ({"input": [USER, OUTPUT]}, "input.1.call_id"),
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
+    (
+        {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
+        "input.1.content.0.type",
+    ),
+    ({"input": [USER, OUTPUT]}, "input.1.call_id"),
+    (
+        {"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": "[1]"}]},
+        "input.0.arguments",
+    ),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"include": ["everything"]}, "include.0"),
+    ({"reasoning": {"effort": "highest"}}, "reasoning.effort"),
+    ({"text": {"verbosity": "none"}}, "text.verbosity"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    *(
         (
             {
-                "input": [
-                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "[1]"}
-                ]
+                "tools": [WEATHER | {"parameters": {"a": "\ud800"}}],
+                "tool_choice": "none",
+                "stream": stream,
             },
-            "input.0.arguments",
-        ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"include": ["everything"]}, "include.0"),
-        ({"reasoning": {"effort": "highest"}}, "reasoning.effort"),
-        ({"text": {"verbosity": "none"}}, "text.verbosity"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"service_tier": "priority"}, "service_tier"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        *(
-            (
-                {
-                    "tools": [WEATHER | {"parameters": {"a": "\ud800"}}],
-                    "tool_choice": "none",
-                    "stream": stream,
-                },
-                "tools.0.parameters",
+            "tools.0.parameters",
+        )
+        for stream in (False, True)
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"max_output_tokens": 100_000}, "max_output_tokens"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+        "text.format.schema",
+    ),
+]
+
+
+def test_what_is_refused_is_named(served: Served, subtests: pytest.Subtests) -> None:
+    for fields, param in REFUSED:
+        with subtests.test(param, fields=fields):
+            body = json.dumps(
+                {"input": "Hi"} | fields
+            )  # the client's own cannot write halves of surrogate pairs
+            answer = served.http.post(
+                PATH, content=body, headers={"content-type": "application/json"}
             )
-            for stream in (False, True)
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_output_tokens": 100_000}, "max_output_tokens"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
-            "text.format.schema",
-        ),
-    ],
-)
-def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
-    body = json.dumps(
-        {"input": "Hi"} | fields
-    )  # the client's own cannot write halves of surrogate pairs
-    answer = served.http.post(PATH, content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                answer.text
+            )
 
 
 def test_an_unknown_context_cache_is_named_by_its_place(served: Served) -> None:

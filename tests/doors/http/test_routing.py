@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 
@@ -11,16 +12,15 @@ from tests.doors.http.serving import Served
 CACHES = "/v1/context_caches"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/health", "/status", "/metrics", "/v1/models", "/v1/models/tiny", CACHES]
-)
-def test_head_is_get_without_a_body(served: Served, path: str) -> None:
-    read, head = served.get(path), served.http.head(path)
-    assert head.status_code == read.status_code == 200
-    assert head.content == b""
-    assert head.headers["content-type"] == read.headers["content-type"]
-    assert int(head.headers["content-length"]) > 0
-    assert served.get(path).status_code == 200, "the connection goes on"
+def test_head_is_get_without_a_body(served: Served, subtests: pytest.Subtests) -> None:
+    for path in ("/", "/health", "/status", "/metrics", "/v1/models", "/v1/models/tiny", CACHES):
+        with subtests.test(path):
+            read, head = served.get(path), served.http.head(path)
+            assert head.status_code == read.status_code == 200
+            assert head.content == b""
+            assert head.headers["content-type"] == read.headers["content-type"]
+            assert int(head.headers["content-length"]) > 0
+            assert served.get(path).status_code == 200, "the connection goes on"
 
 
 @pytest.mark.parametrize(
@@ -43,29 +43,27 @@ def test_files_take_no_query(served: Served) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "v")
 
 
-@pytest.mark.parametrize(
-    ("path", "allowed"),
-    [
-        (CACHES, "DELETE, GET, HEAD, POST"),
-        (f"{CACHES}/cc_1", "DELETE, GET, HEAD, PATCH"),
-        (f"{CACHES}/usage", "GET, HEAD"),
-        (f"{CACHES}/search", "POST"),
-        (f"{CACHES}/split", "POST"),
-        (f"{CACHES}/cc_1/content", "GET, HEAD"),
-        ("/v1/chat/completions", "POST"),
-        ("/v1/models/tiny", "GET, HEAD"),
-        ("/openapi.json", "GET, HEAD"),
-        ("/", "GET, HEAD"),
-    ],
-)
-@pytest.mark.parametrize("method", ["PUT", "OPTIONS", "NONSENSE"])
-def test_allow_lists_all_methods_of_the_path(
-    served: Served, path: str, allowed: str, method: str
-) -> None:
-    answer = served.http.request(method, path)
-    assert answer.status_code == 405
-    assert answer.headers["allow"] == allowed
-    assert answer.json()["error"]["code"] == "method_not_allowed"
+ALLOWED = [
+    (CACHES, "DELETE, GET, HEAD, POST"),
+    (f"{CACHES}/cc_1", "DELETE, GET, HEAD, PATCH"),
+    (f"{CACHES}/usage", "GET, HEAD"),
+    (f"{CACHES}/search", "POST"),
+    (f"{CACHES}/split", "POST"),
+    (f"{CACHES}/cc_1/content", "GET, HEAD"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/models/tiny", "GET, HEAD"),
+    ("/openapi.json", "GET, HEAD"),
+    ("/", "GET, HEAD"),
+]
+
+
+def test_allow_lists_all_methods_of_the_path(served: Served, subtests: pytest.Subtests) -> None:
+    for (path, allowed), method in product(ALLOWED, ("PUT", "OPTIONS", "NONSENSE")):
+        with subtests.test(f"{method} {path}"):
+            answer = served.http.request(method, path)
+            assert answer.status_code == 405
+            assert answer.headers["allow"] == allowed
+            assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
 def test_unknown_query_parameters_are_refused_by_name_on_every_route(served: Served) -> None:

@@ -30,7 +30,7 @@ expected-statuses = [400, 404, 405, 413]
 """413 is for lists that are longer than allowed, and so the whole body."""
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_server_does_what_its_document_says(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     configuration = tmp_path / "schemathesis.toml"

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import anthropic.types
@@ -147,34 +148,37 @@ def test_a_stop_string_is_shown_where_it_is_wanted(served: Served, path: str) ->
     assert "".join(p.get("content") or p.get("text") or "" for p in pieces) == " cat c"
 
 
-@pytest.mark.parametrize(
-    ("form", "pattern"),
-    [
-        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
-        ({"guided_choice": ["yes", "no"]}, "yes|no"),
-        ({"guided_grammar": 'root ::= "x" "y"'}, "xy"),
-        ({"guided_json": {"enum": [12, 34]}}, "12|34"),
-        ({"guided_json": '{"enum": [12, 34]}'}, "12|34"),
-        (
-            {
-                "response_format": {
-                    "type": "json_object",
-                    "schema": {"properties": {"a": {"enum": [5]}}, "required": ["a"],
-                               "additionalProperties": False},
-                }
-            },
-            r'\{\s*"a"\s*:\s*5\s*\}',
-        ),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_forms_in_older_words_are_kept(
-    served: Served, path: str, form: dict[str, Any], pattern: str
-) -> None:
-    blanks = {str(token): -100 for blank in " \n\t" for token in served.llm.token_ids(blank)}
-    answer = ask(served, path, **form, max_tokens=60, temperature=0, logit_bias=blanks)
-    assert re.fullmatch(pattern, said(answer))
-    assert answer["choices"][0]["finish_reason"] == "stop"
+OLDER_FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+    ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    ({"guided_grammar": 'root ::= "x" "y"'}, "xy"),
+    ({"guided_json": {"enum": [12, 34]}}, "12|34"),
+    ({"guided_json": '{"enum": [12, 34]}'}, "12|34"),
+    (
+        {
+            "response_format": {
+                "type": "json_object",
+                "schema": {
+                    "properties": {"a": {"enum": [5]}},
+                    "required": ["a"],
+                    "additionalProperties": False,
+                },
+            }
+        },
+        r'\{\s*"a"\s*:\s*5\s*\}',
+    ),
+]
+
+
+def test_forms_in_older_words_are_kept(served: Served, subtests: pytest.Subtests) -> None:
+    for path, (form, pattern) in product((CHAT, TEXT), OLDER_FORMS):
+        with subtests.test(path, form=form):
+            blanks = {
+                str(token): -100 for blank in " \n\t" for token in served.llm.token_ids(blank)
+            }
+            answer = ask(served, path, **form, max_tokens=60, temperature=0, logit_bias=blanks)
+            assert re.fullmatch(pattern, said(answer))
+            assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 def test_responses_sample_as_chat_completions_do(served: Served) -> None:

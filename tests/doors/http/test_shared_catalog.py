@@ -153,6 +153,7 @@ def test_pins_are_one_sum(fleet: Fleet) -> None:
     assert sums[0] == sums[1] > 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("ends", [True, False], ids=["killed", "hangs"])
 def test_without_the_catalog_ids_are_503_and_texts_are_answered(tmp_path: Path, ends: bool) -> None:
     postgres = PostgresServer()

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 WAIT = 60.0
 STORY = "Tell a story."

@@ -133,7 +133,7 @@ def test_clients_that_read_get_all(
     assert not lost.acquire(blocking=False)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_others_are_served_beside_64_that_read_and_64_that_send_a_byte_at_a_time(
     served: Served, lost: threading.Semaphore
 ) -> None:

@@ -45,7 +45,14 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize("family", ["mamba2-alone", "rwkv-alone", "xlstm-alone"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mamba2-alone",
+        pytest.param("rwkv-alone", marks=pytest.mark.matrix),
+        pytest.param("xlstm-alone", marks=pytest.mark.matrix),
+    ],
+)
 def test_chunks_are_linked_survive_a_restart_and_heal(family: str, tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, kv_slots=None)
     with served_model(family, settings) as served:

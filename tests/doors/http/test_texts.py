@@ -81,25 +81,28 @@ def test_search_of_tenants(keyed: Served) -> None:
     assert search(keyed, "zebra", headers=BETA) == []
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "query"),
-        ({"query": ""}, "query"),
-        ({"query": "?!"}, "query"),
-        ({"query": "a" * 10_001}, "query"),
-        ({"query": 3}, "query"),
-        ({"query": "cat", "limit": 0}, "limit"),
-        ({"query": "cat", "limit": 101}, "limit"),
-        ({"query": "cat", "metadata": {"k": 1}}, "metadata.k"),
-        ({"query": "cat", "scope": "all"}, "scope"),
-        ({"query": "cat", "metadata": []}, "metadata"),
-        ({"query": "cat", "unknown": 1}, "unknown"),
-    ],
-)
-def test_bad_search(served: Served, body: dict[str, Any], param: str) -> None:
-    answer = served.post(f"{PATH}/search", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+BAD_SEARCHES: list[tuple[dict[str, Any], str]] = [
+    ({}, "query"),
+    ({"query": ""}, "query"),
+    ({"query": "?!"}, "query"),
+    ({"query": "a" * 10_001}, "query"),
+    ({"query": 3}, "query"),
+    ({"query": "cat", "limit": 0}, "limit"),
+    ({"query": "cat", "limit": 101}, "limit"),
+    ({"query": "cat", "metadata": {"k": 1}}, "metadata.k"),
+    ({"query": "cat", "scope": "all"}, "scope"),
+    ({"query": "cat", "metadata": []}, "metadata"),
+    ({"query": "cat", "unknown": 1}, "unknown"),
+]
+
+
+def test_bad_search(served: Served, subtests: pytest.Subtests) -> None:
+    for body, param in BAD_SEARCHES:
+        with subtests.test(param, body=body):
+            answer = served.post(f"{PATH}/search", body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                answer.text
+            )
 
 
 def test_metadata_for_each_chunk(served: Served) -> None:

@@ -323,80 +323,84 @@ def test_prompts_are_counted_and_explained_with_their_tools(served: Served) -> N
 CALLED: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
+BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
+    (
+        {
+            "tools": [TIME],
+            "tool_choice": {"type": "function", "function": {"name": "other"}},
+        },
+        "tool_choice",
+    ),
+    ({"tools": [TIME, TIME]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+        "tools.0.function.name",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+        "tools.0.function.parameters",
+    ),
+    ({"tools": [TIME], "functions": [{"name": "f"}]}, "functions"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id"),
+    ([{"role": "tool", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
+    ([{"role": "user", "content": "x", "tool_calls": [CALLED]}], "messages.0.tool_calls"),
+    ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
+    (
+        [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
+        "messages.0.tool_calls.0.function",
+    ),
+    (
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "[1]"}}],
+            }
+        ],
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+    (
+        [
+            {"role": "assistant", "tool_calls": [CALLED]},
+            {"role": "tool", "content": "x", "tool_call_id": "c2"},
+        ],
+        "messages.1.tool_call_id",
+    ),
+]
+
+
 class TestMistakes:
     """Each is a 400 that names the field."""
 
-    @pytest.mark.parametrize(
-        ("fields", "param"),
-        [
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tools": [TIME], "tool_choice": "perhaps"}, "tool_choice"),
-            (
-                {
-                    "tools": [TIME],
-                    "tool_choice": {"type": "function", "function": {"name": "other"}},
-                },
-                "tool_choice",
-            ),
-            ({"tools": [TIME, TIME]}, "tools"),
-            ({"tools": [{"type": "function"}]}, "tools.0.function"),
-            ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-            (
-                {"tools": [{"type": "function", "function": {"name": "two words"}}]},
-                "tools.0.function.name",
-            ),
-            (
-                {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
-                "tools.0.function.parameters",
-            ),
-            ({"tools": [TIME], "functions": [{"name": "f"}]}, "functions"),
-            (
-                {
-                    "tools": [
-                        {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-                    ],
-                    "tool_choice": "required",
-                },
-                "tools",
-            ),
-        ],
-    )
-    def test_of_tools(self, served: Served, fields: dict[str, Any], param: str) -> None:
-        answer = served.post(CHAT, {"messages": QUESTION, **fields})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    def test_of_tools(self, served: Served, subtests: pytest.Subtests) -> None:
+        for fields, param in BAD_TOOLS:
+            with subtests.test(param, fields=fields):
+                answer = served.post(CHAT, {"messages": QUESTION, **fields})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                    answer.text
+                )
 
-    @pytest.mark.parametrize(
-        ("messages", "param"),
-        [
-            ([{"role": "tool", "content": "x"}], "messages.0.tool_call_id"),
-            ([{"role": "tool", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
-            ([{"role": "user", "content": "x", "tool_calls": [CALLED]}], "messages.0.tool_calls"),
-            ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "messages.0.tool_call_id"),
-            (
-                [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
-                "messages.0.tool_calls.0.function",
-            ),
-            (
-                [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [CALLED | {"function": {"name": "f", "arguments": "[1]"}}],
-                    }
-                ],
-                "messages.0.tool_calls.0.function.arguments",
-            ),
-            (
-                [
-                    {"role": "assistant", "tool_calls": [CALLED]},
-                    {"role": "tool", "content": "x", "tool_call_id": "c2"},
-                ],
-                "messages.1.tool_call_id",
-            ),
-        ],
-    )
-    def test_of_messages(self, served: Served, messages: Any, param: str) -> None:
-        answer = served.post(CHAT, {"messages": messages})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    def test_of_messages(self, served: Served, subtests: pytest.Subtests) -> None:
+        for messages, param in BAD_MESSAGES:
+            with subtests.test(param, messages=messages):
+                answer = served.post(CHAT, {"messages": messages})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                    answer.text
+                )
 
 
 REASONING_TEMPLATE = (

@@ -22,6 +22,12 @@ from tests.waiting import PATIENCE
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
+CORE = (
+    "test_an_answer_is_streamed",
+    "test_colours_are_the_usage_also_where_an_earlier_turn_is_reused",
+)
+"""The tests of the page's main flow: documents, a question, its answer, and what was reused."""
+
 KEYS = ("key-alpha", "key-beta", "key-gamma", "key-delta", "key-epsilon")
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -37,13 +43,11 @@ DROP = """files => {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all of them in one worker, which starts the browser and the server once; together they
-    take a while."""
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """The core has the main flow; the rest of the page's tests take a while together."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.xdist_group("page"))
-            item.add_marker(pytest.mark.slow)
+        if item.path.is_relative_to(Path(__file__).parent) and item.originalname not in CORE:
+            item.add_marker(pytest.mark.whole)
 
 
 @pytest.fixture(scope="package")

@@ -54,36 +54,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_notation_alone_and_in_a_frame(tokenizer, name):
-    grammar, taken, refused = CASES[name]
-    framed = AnswerGrammar(grammar.kind, grammar.source, frame=FRAME)
-    for text in taken:
-        assert takes(tokenizer, grammar, text)
-        assert takes(tokenizer, framed, f"<{text}>")
-        assert not takes(tokenizer, framed, text)
-    for text in refused:
-        assert not takes(tokenizer, grammar, text)
-        assert not takes(tokenizer, framed, f"<{text}>")
-    assert takes(tokenizer, framed, "<call @answer>")
+def test_every_notation_alone_and_in_a_frame(tokenizer, subtests):
+    for name, (grammar, taken, refused) in CASES.items():
+        with subtests.test(name):
+            framed = AnswerGrammar(grammar.kind, grammar.source, frame=FRAME)
+            for text in taken:
+                assert takes(tokenizer, grammar, text)
+                assert takes(tokenizer, framed, f"<{text}>")
+                assert not takes(tokenizer, framed, text)
+            for text in refused:
+                assert not takes(tokenizer, grammar, text)
+                assert not takes(tokenizer, framed, f"<{text}>")
+            assert takes(tokenizer, framed, "<call @answer>")
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_every_schema_can_be_written(tokenizer, name):
-    lark = as_lark(AnswerGrammar.json_schema(SCHEMAS[name]))
-    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark), tokenizer[1])
+def test_every_schema_can_be_written(tokenizer, subtests):
+    for name, schema in SCHEMAS.items():
+        with subtests.test(name):
+            lark = as_lark(AnswerGrammar.json_schema(schema))
+            assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(lark), tokenizer[1])
 
 
-@pytest.mark.parametrize("name", UNENFORCEABLE)
-def test_what_cannot_be_enforced_is_still_refused(tokenizer, name):
-    grammar = AnswerGrammar.json_schema(UNENFORCEABLE[name][0])
-    if "minProperties" in UNENFORCEABLE[name][1]:
-        with pytest.raises(InvalidRequestError, match="minProperties"):
-            check_enforceable(grammar)
-    else:
-        assert LLMatcher.validate_grammar(
-            LLMatcher.grammar_from_lark(as_lark(grammar)), tokenizer[1]
-        )
+def test_what_cannot_be_enforced_is_still_refused(tokenizer, subtests):
+    for name, (schema, cause) in UNENFORCEABLE.items():
+        with subtests.test(name):
+            grammar = AnswerGrammar.json_schema(schema)
+            if "minProperties" in cause:
+                with pytest.raises(InvalidRequestError, match="minProperties"):
+                    check_enforceable(grammar)
+            else:
+                assert LLMatcher.validate_grammar(
+                    LLMatcher.grammar_from_lark(as_lark(grammar)), tokenizer[1]
+                )
 
 
 LEAST = '{"type": "object", "minProperties": 2}'
@@ -126,12 +128,13 @@ def test_grammars_of_empty_lines_are_refused(line, text):
         check_enforceable(AnswerGrammar("grammar", text + line * (MOST_EMPTY_LINES + 1)))
 
 
-@pytest.mark.parametrize("piece", ["\n", "a", " ", "a \n", "-", "%json ", "\r", "a-"])
-def test_any_grammar_is_checked_in_a_moment(piece):
-    source = piece * (MOST_GRAMMAR_CHARACTERS // len(piece))
-    began = time.process_time()
-    try:
-        check_enforceable(AnswerGrammar("grammar", source))
-    except InvalidRequestError:
-        assert piece == "\n"
-    assert time.process_time() - began < 1
+def test_any_grammar_is_checked_in_a_moment(subtests):
+    for piece in ("\n", "a", " ", "a \n", "-", "%json ", "\r", "a-"):
+        with subtests.test(piece=piece):
+            source = piece * (MOST_GRAMMAR_CHARACTERS // len(piece))
+            began = time.process_time()
+            try:
+                check_enforceable(AnswerGrammar("grammar", source))
+            except InvalidRequestError:
+                assert piece == "\n"
+            assert time.process_time() - began < 1

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.events import Event, Events
@@ -11,6 +11,7 @@ from kvlinker.engines.contract.output import Output, RequestClock, TextStream
 from kvlinker.linking import parse_policy
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.linking.test_policies import chunk_prompt
+from tests.properties import examples
 
 TOKENIZER = byte_tokenizer()
 PLAIN = SamplingParams()
@@ -33,14 +34,15 @@ def stream(text, stop=()):
     return pieces, out
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"],
-)
-def test_characters_come_out_whole(text):
-    pieces, _ = stream(text)
-    assert "".join(pieces) == text
-    assert not any("�" in piece for piece in pieces)
+TEXTS = ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"]
+
+
+def test_characters_come_out_whole(subtests):
+    for text in TEXTS:
+        with subtests.test(text=text):
+            pieces, _ = stream(text)
+            assert "".join(pieces) == text
+            assert not any("�" in piece for piece in pieces)
 
 
 def test_an_incomplete_character_ends_as_a_replacement():
@@ -56,27 +58,28 @@ def test_special_tokens_are_not_text():
     assert out.finish() == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("hello world", ["wor"], "hello "),
-        ("hello world", ["xyz"], "hello world"),
-        ("aab", ["ab"], "a"),
-        ("abababc", ["ababc"], "ab"),
-        ("one END two", ["END", "one E"], ""),
-        ("stop", ["stop"], ""),
-        ("almost sto", ["stop"], "almost sto"),
-        ("日本語", ["本"], "日"),
-    ],
-)
-def test_nothing_behind_a_stop_string_comes_out(text, stop, expected):
-    pieces, out = stream(text, stop)
-    assert "".join(pieces) == expected
-    assert out.stopped == (expected != text)
-    assert out.stopped_by is None or out.stopped_by in stop
+STOPPED = [
+    ("hello world", ["wor"], "hello "),
+    ("hello world", ["xyz"], "hello world"),
+    ("aab", ["ab"], "a"),
+    ("abababc", ["ababc"], "ab"),
+    ("one END two", ["END", "one E"], ""),
+    ("stop", ["stop"], ""),
+    ("almost sto", ["stop"], "almost sto"),
+    ("日本語", ["本"], "日"),
+]
 
 
-@settings(max_examples=200, deadline=None)
+def test_nothing_behind_a_stop_string_comes_out(subtests):
+    for text, stop, expected in STOPPED:
+        with subtests.test(text, stop=stop):
+            pieces, out = stream(text, stop)
+            assert "".join(pieces) == expected
+            assert out.stopped == (expected != text)
+            assert out.stopped_by is None or out.stopped_by in stop
+
+
+@examples(200)
 @given(st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
 def test_stopping_equals_cutting_the_whole_text(text, stop):
     ends = [text.find(s) + len(s) for s in stop if s in text]

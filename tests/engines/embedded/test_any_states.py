@@ -5,15 +5,16 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.linking import Evidence, parse_policy
 from tests.engines.embedded.conftest import Bench, full_forward, linked_prompt
 from tests.engines.embedded.frozen_reference import frozen_answer
+from tests.properties import examples
 from tests.toy_models import HYBRIDS, STATES_ALONE
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 TOLERANCE = 1e-4
 STEPS = 2
@@ -48,7 +49,7 @@ def expected(family, prompt, policy):
     return frozen_answer(family, prompt, [selected], STEPS)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     family=st.sampled_from([*HYBRIDS, *STATES_ALONE]),
     asked=st.lists(st.tuples(PROMPTS, st.sampled_from(POLICIES)), min_size=1, max_size=3),

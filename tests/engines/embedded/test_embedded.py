@@ -79,9 +79,9 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
     "family",
     [
         "llama",
-        "deepseek_v3-latents-interleaved",
-        pytest.param("gemma3", marks=pytest.mark.slow),
-        pytest.param("longcat-latents-interleaved", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3-latents-interleaved", marks=pytest.mark.matrix),
+        pytest.param("gemma3", marks=pytest.mark.matrix),
+        pytest.param("longcat-latents-interleaved", marks=pytest.mark.matrix),
     ],
 )
 def test_a_full_pool_preempts_and_resumes(bench, family):
@@ -99,7 +99,7 @@ def test_a_full_pool_preempts_and_resumes(bench, family):
     assert made.engine.current_load().slots_used == 0
 
 
-@pytest.mark.parametrize("milliseconds", [1e-3, pytest.param(5, marks=pytest.mark.slow), 1e4])
+@pytest.mark.parametrize("milliseconds", [1e-3, pytest.param(5, marks=pytest.mark.matrix), 1e4])
 def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds):
     expected = alone(bench, "llama", 12)
     made = bench(max_step_tokens=256, kv_slots=8192, slo_tpot=milliseconds)
@@ -113,8 +113,8 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
     handle.cancel()
 
 
-@pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.slow)])
-@pytest.mark.slow
+@pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.matrix)])
+@pytest.mark.whole
 def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
     bench, prefix_cache
 ):
@@ -377,6 +377,7 @@ def test_what_cannot_be_loaded_fails_its_request_only(bench, monkeypatch, caplog
     assert made.answer(prompt).finished.reason == "length"
 
 
+@pytest.mark.whole
 def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
     """It is computed a second time, and nothing is counted twice."""
     roomy, tight = bench(), bench(kv_slots=263, max_step_tokens=2)

@@ -20,7 +20,7 @@ from tests.engines.embedded.model.states.test_delta_rule import call as call_of_
 from tests.engines.native.test_placing import check as check_placing
 from tests.engines.native.test_placing import columns, rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("native_anew")]
+pytestmark = [pytest.mark.whole, pytest.mark.usefixtures("native_anew")]
 
 ARM = [target for target in TARGETS if target.name.startswith("neon")]
 

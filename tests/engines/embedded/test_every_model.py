@@ -37,7 +37,7 @@ def test_indexers_of_an_unknown_form_are_refused_for_that(monkeypatch):
     assert verdict("deepseek_v32").reason == Obstacle.SELECTION
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_page_says_which_classes_are_linked():
     """None of those that are linked is lost, none more is accepted unseen, and each refusal has a
     reason that is known."""
@@ -46,7 +46,7 @@ def test_the_page_says_which_classes_are_linked():
     assert not [each for each in found if NEWLY_SEEN in each.reason]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_what_is_linked_is_exact_by_a_wide_margin():
     for kind in (
         "afmoe",

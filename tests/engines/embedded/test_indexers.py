@@ -24,7 +24,7 @@ PROMPT = linked_prompt(50, 36, 3, 90, 1, header=5, middle=2, fresh=9)
 SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
 TOKENS, BLOCKS, POOLS = "deepseek_v32-picks", "minimax_m3-blocks", "glm5_next-pools-states"
 EACH = [
-    pytest.param(family, marks=() if family in (TOKENS, POOLS) else pytest.mark.slow)
+    pytest.param(family, marks=() if family in (TOKENS, POOLS) else pytest.mark.matrix)
     for family in (*INDEXED, POOLS)
 ]
 
@@ -109,6 +109,7 @@ def test_requests_beside_one_another_pick_of_their_own(bench, family):
     assert gone.wait().finished.reason == "cancelled"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", [TOKENS, BLOCKS])
 @pytest.mark.parametrize("slots", [4096, 230])
 def test_choices_see_their_prompts_tokens(bench, family, slots):

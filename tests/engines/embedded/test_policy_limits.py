@@ -114,13 +114,14 @@ def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
     return {case: outcome.wait() for case, outcome in outcomes.items()}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "step"),
     [
         ("llama", 512),
-        pytest.param("llama", 13, marks=pytest.mark.slow),
-        pytest.param("gemma3", 64, marks=pytest.mark.slow),
-        pytest.param("gpt_oss-sinks", 13, marks=pytest.mark.slow),
+        pytest.param("llama", 13, marks=pytest.mark.matrix),
+        pytest.param("gemma3", 64, marks=pytest.mark.matrix),
+        pytest.param("gpt_oss-sinks", 13, marks=pytest.mark.matrix),
     ],
 )
 def test_mixed_batches_equal_single_runs(bench, family, step):
@@ -152,7 +153,7 @@ def test_mixed_batches_equal_single_runs(bench, family, step):
         assert mixed[case].finished.usage == expected.finished.usage, case
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_preempted_requests_answer_as_if_they_had_not_been(bench):
     """Of any policy that looks at evidence, in the first pass, the second or while it decodes."""
     prompts = [linked_prompt(40, 21, 30, fresh=7), linked_prompt(33, 28, fresh=0, header=5, seed=1)]

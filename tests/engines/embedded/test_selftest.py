@@ -41,7 +41,7 @@ def test_supported_families_pass_by_a_wide_margin(family):
     assert all(check.passed for check in checks)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2-softcap", "gpt_oss-sinks", "deepseek_v3-latents-interleaved"]
 )

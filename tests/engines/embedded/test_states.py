@@ -104,6 +104,7 @@ def test_every_policy_by_what_it_says_that_it_computes(bench, family):
         check(made.answer(SHORT, policy, max_tokens=2), frozen_answer(family, SHORT, masks, 2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", [each for each in SOME if each != CONVOLUTIONS] + [HEADS])
 def test_without_inputs_maps_alone_are_kept(bench, family):
     """The same answers from less, and policies that need more are refused."""
@@ -259,6 +260,7 @@ def test_requests_beside_one_another_have_states_of_their_own(bench, family):
     assert gone.wait().finished.reason == "cancelled"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ALONE, SHIFTED, MEMORY])
 @pytest.mark.parametrize("slots", [4096, 230])
 def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
@@ -377,6 +379,7 @@ def test_turns_go_on_from_the_end_of_the_answer_before(bench, family, policy):
         prompt = follow_up(prompt, answer.tokens, turn)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", [DELTA, MAMBA])
 @pytest.mark.parametrize("policy", ["naive", "legolink-6", "query-20", "cacheblend-20"])
 def test_prompts_go_on_from_the_end_of_documents_and_before_the_last_token(bench, family, policy):

@@ -14,7 +14,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 """What a thread and a program may take there."""
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_kernels_fit_every_gpu_without_spilling():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     told = subprocess.run(

@@ -25,13 +25,13 @@ def in_software(target: Target, header: str, name: str) -> Target:
 if HERE and HERE[0].name.startswith("avx512") and not HERE[0].multiplies_bf16:
     HERE.append(in_software(HERE[0], "software_bf16.h", "avx512-bf16"))
 EACH = [
-    pytest.param(target, id=target.name, marks=[pytest.mark.slow] if index else [])
+    pytest.param(target, id=target.name, marks=[pytest.mark.matrix] if index else [])
     for index, target in enumerate(HERE)
 ]
 """What tests are to be run for; all but the first take a while longer."""
 
 VNNI_OF_AVX2 = [
-    pytest.param(in_software(target, "software_vnni.h", "avx2-vnni"), marks=pytest.mark.slow)
+    pytest.param(in_software(target, "software_vnni.h", "avx2-vnni"), marks=pytest.mark.matrix)
     for target in HERE
     if target.name == "avx2"
 ]

@@ -43,7 +43,7 @@ def _loads(source):
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_processes_build_at_the_same_time(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("fork")) as processes:

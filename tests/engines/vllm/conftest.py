@@ -24,7 +24,7 @@ def vllm_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """Of an engine on the tiny model, in fp32."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("served")
-    model = tiny_model(head_dim=HEAD_DIM, marks=MARKS)
+    model = tiny_model(head_dim=HEAD_DIM, marks=MARKS, dtype="float32")
     model.model.save_pretrained(folder / "tiny")
     model.tokenizer.save_pretrained(folder / "tiny")
     return vllm_settings_for(folder / "tiny", folder / "state")

@@ -12,7 +12,7 @@ from tests.doors.http.serving import tiny_model
 from tests.engines.vllm.conftest import HEAD_DIM
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_rows_say_what_was_measured(vllm_settings):
     subject = MeasuredModel(
         "tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1}
@@ -43,7 +43,7 @@ def test_rows_say_what_was_measured(vllm_settings):
     assert any("blend" in text for text in told)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_chunks_can_be_read_from_the_disk(vllm_settings):
     subject = MeasuredModel(
         "tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1}

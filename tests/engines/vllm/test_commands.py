@@ -11,7 +11,7 @@ from tests.engines.vllm.test_kills import restarting_server
 from tests.programs import README_EXAMPLES, README_URL, output_of
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_vllms_own_server(tmp_path):
     program, shown = README_EXAMPLES[0]
     with vllm_serving(
@@ -20,10 +20,9 @@ def test_vllms_own_server(tmp_path):
         assert output_of(program.replace(README_URL, url)) == shown
 
 
-@pytest.mark.every_shard
-@pytest.mark.slow
+@pytest.mark.whole
 def test_kvlinkers_server(tmp_path):
-    """Whatever part of the tests is run: nothing else starts vLLM as the command does."""
+    """Nothing else starts vLLM as the command does."""
     program, shown = README_EXAMPLES[0]
     with restarting_server(tmp_path) as (url, _):
         assert output_of(program.replace(README_URL, url)) == shown

@@ -92,6 +92,7 @@ def test_the_model_runner_is_the_one_that_was_asked_for(linked):
         assert isinstance(linked.launches.__self__, FusedPlacing)
 
 
+@pytest.mark.smoke
 @pytest.mark.runner_v2
 @pytest.mark.parametrize("policy", [*POLICIES, "naive-unpositioned"])
 def test_every_policy_equals_the_oracle(linked, prompt, policy):

@@ -9,7 +9,7 @@ from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.vllm.linked_vllm import LinkedVLLM, difference, difference_from, reference
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_linking_adds_no_error_to_that_of_fp8(tmp_path):
     """Placed KV is rounded as computed KV is; chunks are stored as they were computed."""
     linked = LinkedVLLM(

@@ -232,7 +232,8 @@ def last_event(answer: httpx.Response, *, first_alone: bool) -> str:
     return "cut: stream" if error is None else f"refused: {error['code']}"
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.whole
 def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -> None:
     """And nothing is left of it: the engine that follows is idle in the end, and the client that
     the README shows gets what it shows."""

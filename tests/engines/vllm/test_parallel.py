@@ -33,7 +33,7 @@ def damage(file: Path) -> None:
 HARMS: tuple[Callable[[Path], None], ...] = (Path.unlink, damage)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = vllm_settings.vllm_options | {"tensor_parallel_size": 2, "slice_tokens": 64}
@@ -80,7 +80,7 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
         two.completion("The cat", max_tokens=2)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, monkeypatch):
     """Data parallel: each request goes to one of them; several are under way at once."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

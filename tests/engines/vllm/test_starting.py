@@ -49,14 +49,14 @@ def served(model: str | Path, state: Path, options: Mapping[str, Any]) -> str:
     return line
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_what_the_engines_process_meets_is_told(vllm_settings: Settings, tmp_path: Path) -> None:
     line = served(str(vllm_settings.model), tmp_path, FEW_BLOCKS)
     assert line.startswith(f"kvlinker: vLLM cannot run '{vllm_settings.model}': ValueError: ")
     assert "No available memory for the cache blocks" in line
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_what_a_worker_refuses_is_told(learned: Path, tmp_path: Path) -> None:
     line = served(learned, tmp_path, OPTIONS)
     assert line.startswith("kvlinker: OPTForCausalLM applies no rotary embedding in vLLM")

@@ -14,7 +14,7 @@ from tests.fleet.ray_serve.fleets import CACHES, CHAT, START_SECONDS, asked, sta
 from tests.redis_server import RedisServer
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 TEXTS = [
     " ".join(f"Person {n}-{line} lives in town {n * line}." for line in range(40)) for n in range(4)

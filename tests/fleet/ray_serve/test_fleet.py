@@ -30,7 +30,7 @@ from tests.fleet.ray_serve.fleets import (
 )
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 TEXTS = [
     "Mira Holt lives in Varna. She works as a baker.\n\n",

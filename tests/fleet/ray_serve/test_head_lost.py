@@ -27,7 +27,7 @@ from tests.fleet.ray_serve.fleets import (
 from tests.redis_server import RedisServer, free_port
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 """Addresses of two nodes on one machine; for 127.0.0.1, Ray would take the one that others see."""

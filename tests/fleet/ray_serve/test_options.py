@@ -63,21 +63,22 @@ def test_where_tenants_have_keys_ingresses_need_an_admins() -> None:
         key_of_fleet(load_settings(api_keys="a"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--replicas", "2", "--max-replicas", "3"], "--replicas is a number that stays"),
-        (["--replicas", "0"], "replicas: "),
-        (["--host", "0.0.0.0"], "binds to loopback only"),
-        (["--address", "head:6379", "--api-keys", "a"], "needs an admin's"),
-        (["--model", "none/such"], "none/such"),
-        (["--engine", "vllm", "--vllm-options", ON_RAY], "leave Ray out of vllm_options"),
-    ],
-)
-def test_what_the_command_refuses(arguments: list[str], complaint: str) -> None:
-    run = CliRunner().invoke(app, ["fleet", "--port", "0", *arguments])
-    assert run.exit_code != 0
-    assert complaint in " ".join(run.output.split())
+REFUSED = [
+    (["--replicas", "2", "--max-replicas", "3"], "--replicas is a number that stays"),
+    (["--replicas", "0"], "replicas: "),
+    (["--host", "0.0.0.0"], "binds to loopback only"),
+    (["--address", "head:6379", "--api-keys", "a"], "needs an admin's"),
+    (["--model", "none/such"], "none/such"),
+    (["--engine", "vllm", "--vllm-options", ON_RAY], "leave Ray out of vllm_options"),
+]
+
+
+def test_what_the_command_refuses(subtests: pytest.Subtests) -> None:
+    for arguments, complaint in REFUSED:
+        with subtests.test(arguments=arguments):
+            run = CliRunner().invoke(app, ["fleet", "--port", "0", *arguments])
+            assert run.exit_code != 0
+            assert complaint in " ".join(run.output.split())
 
 
 def test_without_ray_the_command_names_the_extra() -> None:

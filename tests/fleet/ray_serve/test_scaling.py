@@ -26,20 +26,21 @@ def told(requests: list[float], ttft: float = 0.0) -> Told:
     )
 
 
-@pytest.mark.parametrize(
-    ("requests", "ttft", "wanted"),
-    [
-        ([8.0], 0.0, 2.0),
-        ([4.0, 2.0, 0.0], 0.0, 1.5),
-        ([0.0], 0.0, 0.0),
-        ([1.0, 1.0], 0.9, 2.0),  # late, but not too late: nobody is given up
-        ([1.0, 1.0], 1.5, 3.0),
-        ([1.0, 1.0], 9.0, 4.0),  # at most twice as many
-        ([20.0, 20.0], 1.5, 10.0),
-    ],
-)
-def test_requests_and_first_tokens_count(requests: list[float], ttft: float, wanted: float) -> None:
-    assert Scaling(4.0, target_ttft=1.0)(told(requests, ttft)) == (wanted, {})
+LOADS = [
+    ([8.0], 0.0, 2.0),
+    ([4.0, 2.0, 0.0], 0.0, 1.5),
+    ([0.0], 0.0, 0.0),
+    ([1.0, 1.0], 0.9, 2.0),  # late, but not too late: nobody is given up
+    ([1.0, 1.0], 1.5, 3.0),
+    ([1.0, 1.0], 9.0, 4.0),  # at most twice as many
+    ([20.0, 20.0], 1.5, 10.0),
+]
+
+
+def test_requests_and_first_tokens_count(subtests: pytest.Subtests) -> None:
+    for requests, ttft, wanted in LOADS:
+        with subtests.test(requests=requests, ttft=ttft):
+            assert Scaling(4.0, target_ttft=1.0)(told(requests, ttft)) == (wanted, {})
 
 
 def test_without_a_target_first_tokens_do_not_count() -> None:

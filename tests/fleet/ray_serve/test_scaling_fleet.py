@@ -25,7 +25,7 @@ from tests.fleet.ray_serve.fleets import (
 )
 from tests.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.whole
 
 OPTIONS = (
     *("--min-replicas", "1", "--max-replicas", "3", "--target-requests", "2"),

@@ -4,12 +4,13 @@ from contextlib import suppress
 from itertools import pairwise
 
 import regex
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.prompting.splitting import Piece, split_text
+from tests.properties import examples
 from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
 
 ENCODERS = [
@@ -75,7 +76,7 @@ def tokens(encoder: TextEncoder, text: str) -> int:
     return len(encoder.encode_data(text))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(text=texts, encoder=encoders, method=methods, max_tokens=st.integers(1, 24))
 @example(text="a" * 100, encoder=ENCODERS[0], method="fixed", max_tokens=1)
 @example(text="😀" * 20, encoder=ENCODERS[2], method="sentence", max_tokens=5)
@@ -90,7 +91,7 @@ def test_nothing_is_lost_and_no_piece_is_over_the_limit(
     assert max(piece.tokens for piece in pieces) <= max_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=texts, encoder=encoders, method=methods, max_tokens=st.integers(5, 30))
 def test_user_perceived_characters_within_the_limit_stay_whole(
     text: str, encoder: TextEncoder, method: str, max_tokens: int
@@ -106,7 +107,7 @@ def test_user_perceived_characters_within_the_limit_stay_whole(
             assert tokens(encoder, text[start:stop]) > max_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=texts, encoder=encoders, method=methods, max_tokens=st.integers(5, 30))
 def test_a_piece_is_blank_only_where_it_fits_no_neighbour(
     text: str, encoder: TextEncoder, method: str, max_tokens: int
@@ -117,7 +118,7 @@ def test_a_piece_is_blank_only_where_it_fits_no_neighbour(
             assert tokens(encoder, before.text + piece.text) > max_tokens
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=texts, encoder=encoders, method=methods)
 def test_short_runs_of_whitespace_are_never_a_piece(
     text: str, encoder: TextEncoder, method: str
@@ -127,7 +128,7 @@ def test_short_runs_of_whitespace_are_never_a_piece(
     assert all(piece.text.strip() for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=texts, encoder=encoders, method=methods)
 def test_without_need_semantic_pieces_are_not_cut(
     text: str, encoder: TextEncoder, method: str

@@ -1,7 +1,7 @@
 """What each method makes of ordinary texts, and what is refused."""
 
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -25,34 +25,35 @@ def split(
     ]
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["The cat sat.", " It was fine!", " Was it?", " Yes."],
-        ["One.\n", "Two\nlines.\n\n", "No stop at the end\n\n", "Three"],
-        ["One.\r\n", "Two.\r\n\r\n", "Three."],
-        ["Dr. Smith met Mr. J. R. Jones.", " They talked."],
-        ["He lives in the U.S. and works, e.g. as a clerk, i.e. not often.", " Good."],
-        ["They sell apples, pears, etc. in the market.", " It is old."],
-        ["Apple Inc. is a company.", " So is Acme Ltd.", " Both are old."],
-        ["See Fig. 3 and no. 7, pp. 12–15.", " He said no.", " Then he left."],
-        ["Pi is 3.14 and costs $2.50.", " It was 1999.", " Then 2000 came."],
-        ["1. First item.\n", "2. Second item.\n", "  3. Third item."],
-        ['"Is it?" he asked.', ' "It is."', " (It really is.) She left… and so on."],
-        ["Wait... what?", " Yes!!", " No?!", " Right."],
-        ["今日は晴れ。", "明日は雨！", "「本当？」", "はい。"],
-        ["यह एक वाक्य है।", " यह दूसरा है।"],
-        ["هل أنت هنا؟", " نعم."],
-        ["Neither do I.", " Nor they."],
-        ["Visit www.example.com/a.html now.", " Thanks."],
-        ["no capital.", " here are two sentences"],
-        ["..."],
-        ["  Indented.\n", "  Also.  "],
-        ["**Bold.**", " _Thin._", " Plain."],
-    ],
-)
-def test_sentences(pieces: list[str]) -> None:
-    assert split("".join(pieces), "sentence") == pieces
+SENTENCES = [
+    ["The cat sat.", " It was fine!", " Was it?", " Yes."],
+    ["One.\n", "Two\nlines.\n\n", "No stop at the end\n\n", "Three"],
+    ["One.\r\n", "Two.\r\n\r\n", "Three."],
+    ["Dr. Smith met Mr. J. R. Jones.", " They talked."],
+    ["He lives in the U.S. and works, e.g. as a clerk, i.e. not often.", " Good."],
+    ["They sell apples, pears, etc. in the market.", " It is old."],
+    ["Apple Inc. is a company.", " So is Acme Ltd.", " Both are old."],
+    ["See Fig. 3 and no. 7, pp. 12–15.", " He said no.", " Then he left."],
+    ["Pi is 3.14 and costs $2.50.", " It was 1999.", " Then 2000 came."],
+    ["1. First item.\n", "2. Second item.\n", "  3. Third item."],
+    ['"Is it?" he asked.', ' "It is."', " (It really is.) She left… and so on."],
+    ["Wait... what?", " Yes!!", " No?!", " Right."],
+    ["今日は晴れ。", "明日は雨！", "「本当？」", "はい。"],
+    ["यह एक वाक्य है।", " यह दूसरा है।"],
+    ["هل أنت هنا؟", " نعم."],
+    ["Neither do I.", " Nor they."],
+    ["Visit www.example.com/a.html now.", " Thanks."],
+    ["no capital.", " here are two sentences"],
+    ["..."],
+    ["  Indented.\n", "  Also.  "],
+    ["**Bold.**", " _Thin._", " Plain."],
+]
+
+
+def test_sentences(subtests: pytest.Subtests) -> None:
+    for pieces in SENTENCES:
+        with subtests.test(pieces=pieces):
+            assert split("".join(pieces), "sentence") == pieces
 
 
 def test_sentences_of_a_long_paragraph() -> None:
@@ -85,25 +86,26 @@ def test_paragraphs(pieces: list[str]) -> None:
     assert split("".join(pieces), "paragraph") == pieces
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["Before.\n\n", "# One\nText.\n\nMore.\n\n", "## Two #\n", "###### Six\n", "#\n", "#\tTab"],
-        ["# One\r\nText.\r\n", "# Two\r\n"],
-        ["#hashtag\n####### seven\n    # code\n"],
-        ["   # Three spaces\nText\n", "# Next"],
-        ["# Code\n```python\n# comment\n```\n", "# After"],
-        ["# Code\n~~~\n# a\n```\n# b\n~~~~~\n", "# After"],
-        ["# Code\n````\n# a\n```\n# b\n```` no end\n# c\n````\n", "# After"],
-        ["# Inline ```code```\n```not a `fence`\n", "# After"],
-        ["# Open\n```\n# never closed\n"],
-        ["\n\n# Blank before\n", "# After"],
-        ["Underlined\n=====\nText.\n\n", "Twice\nso\n---\nText.\n\n---\nMore.\n"],
-        ["# List\n- # within\n\n> # quoted\n", "# After\0\u2028# not\n"],
-    ],
-)
-def test_markdown_sections(pieces: list[str]) -> None:
-    assert split("".join(pieces), "markdown") == pieces
+SECTIONS = [
+    ["Before.\n\n", "# One\nText.\n\nMore.\n\n", "## Two #\n", "###### Six\n", "#\n", "#\tTab"],
+    ["# One\r\nText.\r\n", "# Two\r\n"],
+    ["#hashtag\n####### seven\n    # code\n"],
+    ["   # Three spaces\nText\n", "# Next"],
+    ["# Code\n```python\n# comment\n```\n", "# After"],
+    ["# Code\n~~~\n# a\n```\n# b\n~~~~~\n", "# After"],
+    ["# Code\n````\n# a\n```\n# b\n```` no end\n# c\n````\n", "# After"],
+    ["# Inline ```code```\n```not a `fence`\n", "# After"],
+    ["# Open\n```\n# never closed\n"],
+    ["\n\n# Blank before\n", "# After"],
+    ["Underlined\n=====\nText.\n\n", "Twice\nso\n---\nText.\n\n---\nMore.\n"],
+    ["# List\n- # within\n\n> # quoted\n", "# After\0\u2028# not\n"],
+]
+
+
+def test_markdown_sections(subtests: pytest.Subtests) -> None:
+    for pieces in SECTIONS:
+        with subtests.test(pieces=pieces):
+            assert split("".join(pieces), "markdown") == pieces
 
 
 def test_long_markdown_sections_become_passages() -> None:
@@ -215,63 +217,65 @@ def test_blank_input(text: str) -> None:
     assert caught.value.param == "text"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "param", "message"),
-    [
-        ({"text": "a\ud800"}, "text", r"lone surrogate U\+D800"),
-        (
-            {"method": "words"},
-            "method",
-            "one of fixed, markdown, paragraph, passage, sentence, not 'words'",
-        ),
-        ({"max_tokens": 0}, "max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
-        ({"max_tokens": -5}, "max_tokens", "not -5"),
-        ({"max_tokens": MAX_PIECE_TOKENS + 1}, "max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
-        ({"max_tokens": True}, "max_tokens", "not True"),
-        ({"max_tokens": 1.5}, "max_tokens", "not 1.5"),
-        ({"text": "ab 😀", "max_tokens": 3}, "max_tokens", "character '😀' alone takes 4 tokens"),
-    ],
-)
-@pytest.mark.parametrize("method", list(splitters()))
-def test_errors(method: str, arguments: dict[str, Any], param: str, message: str) -> None:
-    defaults: dict[str, Any] = {
-        "text": "a b",
-        "method": method,
-        "max_tokens": 9,
-        "tokenizer": ENCODER,
-    }
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        split_text(**defaults | arguments)
-    assert caught.value.param == param
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    ({"text": "a\ud800"}, "text", r"lone surrogate U\+D800"),
+    (
+        {"method": "words"},
+        "method",
+        "one of fixed, markdown, paragraph, passage, sentence, not 'words'",
+    ),
+    ({"max_tokens": 0}, "max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
+    ({"max_tokens": -5}, "max_tokens", "not -5"),
+    ({"max_tokens": MAX_PIECE_TOKENS + 1}, "max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
+    ({"max_tokens": True}, "max_tokens", "not True"),
+    ({"max_tokens": 1.5}, "max_tokens", "not 1.5"),
+    ({"text": "ab 😀", "max_tokens": 3}, "max_tokens", "character '😀' alone takes 4 tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x",
-        " ",
-        ".",
-        ". ",
-        "1. A ",
-        '."',
-        "\n",
-        "a\n \n",
-        "\r\n",
-        "`",
-        "# a\n",
-        "e\u0301",
-        "🇩🇪",
-        "\u0301",
-        "Dr. ",
-    ],
-)
-def test_time_is_linear_in_the_text(text: str) -> None:
+def test_errors(subtests: pytest.Subtests) -> None:
+    for method, (arguments, param, message) in product(splitters(), MISTAKES):
+        with subtests.test(method, arguments=arguments):
+            defaults: dict[str, Any] = {
+                "text": "a b",
+                "method": method,
+                "max_tokens": 9,
+                "tokenizer": ENCODER,
+            }
+            with pytest.raises(InvalidRequestError, match=message) as caught:
+                split_text(**defaults | arguments)
+            assert caught.value.param == param
+
+
+WORST = [
+    "x",
+    " ",
+    ".",
+    ". ",
+    "1. A ",
+    '."',
+    "\n",
+    "a\n \n",
+    "\r\n",
+    "`",
+    "# a\n",
+    "e\u0301",
+    "🇩🇪",
+    "\u0301",
+    "Dr. ",
+]
+
+
+@pytest.mark.whole
+def test_time_is_linear_in_the_text(subtests: pytest.Subtests) -> None:
     """The worst texts for each rule; quadratic time would take minutes."""
-    long = "a" + text * (25_000 // len(text)) + "b"
-    start = time.thread_time()
-    for method in splitters():
-        split(long, method, max_tokens=64)
-    assert time.thread_time() - start < 5
+    for text in WORST:
+        with subtests.test(text=text):
+            long = "a" + text * (25_000 // len(text)) + "b"
+            start = time.thread_time()
+            for method in splitters():
+                split(long, method, max_tokens=64)
+            assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize("method", ["fixed", "sentence", "paragraph", "passage", "markdown"])

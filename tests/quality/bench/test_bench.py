@@ -72,7 +72,7 @@ def test_times_are_of_steps_that_nobody_watches(subject, monkeypatch):
     assert watched.index(True) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_disk_tier_reads_from_disk(subject):
     (row, *_) = run_ttft(subject, [Workload(2, 30, 5)], ["naive"], repeat=1, tier="disk").rows
     assert row["tier"] == "disk"
@@ -81,7 +81,7 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_vllm_is_measured_apart_from_the_service_beside_it(subject, monkeypatch, tmp_path):
     asked = []
 
@@ -238,26 +238,27 @@ def test_the_byte_tokenizer_has_a_token_per_byte():
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ttft", "--shape", "9b"], "Unknown shape"),
-        (["ttft", "--shape", "tiny", "--policies", "blend"], "Unknown policy"),
-        (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
-        (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
-        (["ttft", "--shape", "9b", "--plot", "ttft.pngg"], "Cannot write ttft.pngg: plots are"),
-        (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
-        (["decode", "--shape", "tiny", "--sampling", "greedy"], "known are plain, drawn, json"),
-        (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),
-    ],
-)
-def test_bad_arguments_end_with_one_clear_line(arguments, message):
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
+BAD_ARGUMENTS = [
+    (["ttft", "--shape", "9b"], "Unknown shape"),
+    (["ttft", "--shape", "tiny", "--policies", "blend"], "Unknown policy"),
+    (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
+    (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
+    (["ttft", "--shape", "9b", "--plot", "ttft.pngg"], "Cannot write ttft.pngg: plots are"),
+    (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
+    (["decode", "--shape", "tiny", "--sampling", "greedy"], "known are plain, drawn, json"),
+    (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),
+]
 
 
-@pytest.mark.slow
+def test_bad_arguments_end_with_one_clear_line(subtests):
+    for arguments, message in BAD_ARGUMENTS:
+        with subtests.test(arguments=arguments):
+            result = CliRunner().invoke(app, ["bench", *arguments])
+            assert result.exit_code == 2
+            assert message in result.stderr
+
+
+@pytest.mark.whole
 def test_ttft_command_writes_what_it_prints(tmp_path):
     arguments = [
         "--shape",

@@ -294,21 +294,22 @@ def test_the_command_says_what_it_skipped(data):
     assert "skipped toys 6: over the window" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dataset", "nothing.jsonl"], "ship with kvlinker are reader"),
-        (["--policies", "blend"], "Unknown policy"),
-        (["--json", "no/such/folder/q.json"], "no/such/folder"),
-        (["--split", "sentence"], "Invalid value for '--split'"),
-        (["--limit", "0"], "Invalid value for '--limit'"),
-        (["--generation-context", "nowhere"], "generation-context"),
-    ],
-)
-def test_bad_arguments_end_with_a_clear_message(arguments, message):
-    result = CliRunner().invoke(app, ["bench", "quality", "--shape", "tiny", *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
+BAD_ARGUMENTS = [
+    (["--dataset", "nothing.jsonl"], "ship with kvlinker are reader"),
+    (["--policies", "blend"], "Unknown policy"),
+    (["--json", "no/such/folder/q.json"], "no/such/folder"),
+    (["--split", "sentence"], "Invalid value for '--split'"),
+    (["--limit", "0"], "Invalid value for '--limit'"),
+    (["--generation-context", "nowhere"], "generation-context"),
+]
+
+
+def test_bad_arguments_end_with_a_clear_message(subtests):
+    for arguments, message in BAD_ARGUMENTS:
+        with subtests.test(arguments=arguments):
+            result = CliRunner().invoke(app, ["bench", "quality", "--shape", "tiny", *arguments])
+            assert result.exit_code == 2
+            assert message in result.stderr
 
 
 def test_formats_of_weights_are_compared_with_full_of_the_first(subject, settings, data):

@@ -136,7 +136,7 @@ def test_chunks_are_measured_as_one_codec_leaves_them() -> None:
         certify(load_settings(**codecs, redis_codec="int8"), command="")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_policy_is_certified_and_then_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,22 +102,23 @@ def test_candidates_come_from_a_template() -> None:
         candidates_of("cachecraft-{}", ["5000"])
 
 
-@pytest.mark.parametrize(
-    ("template", "values"),
-    [
-        ("cachecraft-{}", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
-        ("cachecraft-{}-focus", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
-        ("cachecraft-1-focus-w{}", "1 2 4 8 16 32 64 128 256"),
-        ("query-{}", "1 2 5 10 15 20 30 50 75"),
-        ("cacheblend-auto-{}-onestep", "1 2 5 10 15 20 30 50 75"),
-        ("cacheblend-1-d{}", "1 2 4 8 16 32 64"),
-        ("legolink-{}", "1 2 4 8 16 32 64 128 256"),
-        ("query-5+attnlink-{}", "2 4 8 16 32 64 128 256 512"),
-    ],
-)
-def test_values_to_try_come_from_the_parameter_s_range(template: str, values: str) -> None:
-    assert " ".join(trial_values(template)) == values
-    assert len(candidates_of(template, trial_values(template))) == len(values.split())
+TRIALS = [
+    ("cachecraft-{}", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
+    ("cachecraft-{}-focus", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
+    ("cachecraft-1-focus-w{}", "1 2 4 8 16 32 64 128 256"),
+    ("query-{}", "1 2 5 10 15 20 30 50 75"),
+    ("cacheblend-auto-{}-onestep", "1 2 5 10 15 20 30 50 75"),
+    ("cacheblend-1-d{}", "1 2 4 8 16 32 64"),
+    ("legolink-{}", "1 2 4 8 16 32 64 128 256"),
+    ("query-5+attnlink-{}", "2 4 8 16 32 64 128 256 512"),
+]
+
+
+def test_values_to_try_come_from_the_parameter_s_range(subtests: pytest.Subtests) -> None:
+    for template, values in TRIALS:
+        with subtests.test(template):
+            assert " ".join(trial_values(template)) == values
+            assert len(candidates_of(template, trial_values(template))) == len(values.split())
 
 
 def test_values_are_tried_only_where_a_number_goes() -> None:

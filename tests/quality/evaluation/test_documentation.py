@@ -15,7 +15,7 @@ from tests.quality.evaluation.conftest import questions_of
 PAGE = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_example_runs(tmp_path, monkeypatch):
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path))

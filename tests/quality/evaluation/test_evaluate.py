@@ -41,6 +41,7 @@ def texts(outcomes):
     ]
 
 
+@pytest.mark.whole
 def test_outcomes_come_in_order_and_are_the_same_one_by_one_and_at_once(llm):
     alone = list(evaluate(Examiner(llm), EXAMPLES, POLICIES))
     together = list(evaluate(Examiner(llm, one_by_one=False), EXAMPLES, POLICIES, concurrency=4))
@@ -49,6 +50,7 @@ def test_outcomes_come_in_order_and_are_the_same_one_by_one_and_at_once(llm):
     assert list(evaluate(Examiner(llm), EXAMPLES, POLICIES)) == alone
 
 
+@pytest.mark.whole
 def test_a_stopped_run_goes_on_where_it_was(llm, tmp_path):
     path = tmp_path / "run.jsonl"
     whole = list(evaluate(Examiner(llm), EXAMPLES, POLICIES))

@@ -4,7 +4,7 @@ of it."""
 import json
 import threading
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -222,26 +222,30 @@ def test_a_sampled_end_is_not_taken_for_the_most_likely_token(make):
     assert tally(auditor).alike == 1
 
 
-@pytest.mark.parametrize(
-    ("changed", "alike"),
-    [
-        ({"repetition_penalty": 1.1}, 1),
-        ({"presence_penalty": 0.5}, 1),
-        ({"frequency_penalty": 0.5}, 1),
-        ({"logit_bias": {9: 5.0}}, 1),
-        ({"bad_words": ("w10",)}, 1),
-        ({"min_tokens": 2}, 1),
-        ({"grammar": AnswerGrammar("regex", "a+")}, 1),
-        ({"temperature": 1e-6}, 0),
-        ({}, 0),
-    ],
-    ids=str,
-)
-def test_an_end_that_may_not_be_the_most_likely_token_is_not_compared(make, changed, alike):
-    auditor, _ = make(best=(7, 8, 10))
-    sampling = SamplingParams(**{"temperature": 0, **changed})
-    answer(auditor, GenerationRequest(PROMPT, parse_policy("naive"), sampling, "tenant"), ends=9)
-    assert tally(auditor).alike == alike
+ENDS: list[tuple[dict[str, Any], int]] = [
+    ({"repetition_penalty": 1.1}, 1),
+    ({"presence_penalty": 0.5}, 1),
+    ({"frequency_penalty": 0.5}, 1),
+    ({"logit_bias": {9: 5.0}}, 1),
+    ({"bad_words": ("w10",)}, 1),
+    ({"min_tokens": 2}, 1),
+    ({"grammar": AnswerGrammar("regex", "a+")}, 1),
+    ({"temperature": 1e-6}, 0),
+    ({}, 0),
+]
+
+
+def test_an_end_that_may_not_be_the_most_likely_token_is_not_compared(make, subtests):
+    for changed, alike in ENDS:
+        with subtests.test(changed=changed):
+            auditor, _ = make(best=(7, 8, 10))
+            sampling = SamplingParams(**{"temperature": 0, **changed})
+            answer(
+                auditor,
+                GenerationRequest(PROMPT, parse_policy("naive"), sampling, "tenant"),
+                ends=9,
+            )
+            assert tally(auditor).alike == alike
 
 
 def test_an_answer_counts_although_its_line_cannot_be_written(make, tmp_path, caplog):

@@ -3,7 +3,7 @@ does."""
 
 import logging
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -38,14 +38,14 @@ def simulate(curve, answers=4000, *, start=1, seed=0, target=TARGET):
     return controller, steps
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("start", [0, 1, 3, FULL])
-def test_it_settles_on_the_cheapest_policy_that_keeps_the_target(start, seed):
+def test_it_settles_on_the_cheapest_policy_that_keeps_the_target(subtests):
     curve = [0.6, 0.9, 0.998, 1.0, 1.0]
-    _, steps = simulate(curve, start=start, seed=seed)
-    late = steps[2000:]
-    assert late.count(2) / len(late) > 0.9
-    assert sum(curve[step] for step in late) / len(late) >= TARGET
+    for start, seed in product((0, 1, 3, FULL), range(2)):
+        with subtests.test(start=start, seed=seed):
+            _, steps = simulate(curve, start=start, seed=seed)
+            late = steps[2000:]
+            assert late.count(2) / len(late) > 0.9
+            assert sum(curve[step] for step in late) / len(late) >= TARGET
 
 
 @pytest.mark.parametrize(
@@ -152,33 +152,34 @@ def test_tenants_are_steered_together_or_apart(per_tenant):
     assert controller.policy("two").name == ("query-5" if per_tenant else "query-10")
 
 
-@pytest.mark.parametrize(
-    ("policy", "given", "names", "start"),
-    [
-        ("query-5", (), ["query-1", "query-2", "query-5", "query-10"], 2),
-        ("query-7", (), ["query-1", "query-2", "query-5", "query-7"], 3),
-        ("legolink-16", (), ["legolink-1", "legolink-2", "legolink-4", "legolink-8"], 4),
-        ("naive", (), ["naive", "query-1-sensitive", "query-2-sensitive", "query-5-sensitive"], 0),
-        (
-            "query-5+legolink-4",
-            (),
-            ["query-5+legolink-4", *(f"query-{r}-sensitive" for r in (1, 2, 5))],
-            0,
-        ),
-        (
-            "query-5",
-            ("naive", "query-5", "query-5+legolink-4"),
-            ["naive", "query-5", "query-5+legolink-4", "full"],
-            1,
-        ),
-        ("full", ("query-5",), ["query-5", "full"], 1),
-    ],
-)
-def test_ladders(policy, given, names, start):
-    ladder = make_ladder(parse_policy(policy), given)
-    assert list(ladder.names[:4]) == names
-    assert ladder.start == start
-    assert ladder.names[-1] == "full"
+LADDERS: list[tuple[str, tuple[str, ...], list[str], int]] = [
+    ("query-5", (), ["query-1", "query-2", "query-5", "query-10"], 2),
+    ("query-7", (), ["query-1", "query-2", "query-5", "query-7"], 3),
+    ("legolink-16", (), ["legolink-1", "legolink-2", "legolink-4", "legolink-8"], 4),
+    ("naive", (), ["naive", "query-1-sensitive", "query-2-sensitive", "query-5-sensitive"], 0),
+    (
+        "query-5+legolink-4",
+        (),
+        ["query-5+legolink-4", *(f"query-{r}-sensitive" for r in (1, 2, 5))],
+        0,
+    ),
+    (
+        "query-5",
+        ("naive", "query-5", "query-5+legolink-4"),
+        ["naive", "query-5", "query-5+legolink-4", "full"],
+        1,
+    ),
+    ("full", ("query-5",), ["query-5", "full"], 1),
+]
+
+
+def test_ladders(subtests):
+    for policy, given, names, start in LADDERS:
+        with subtests.test(policy, given=given):
+            ladder = make_ladder(parse_policy(policy), given)
+            assert list(ladder.names[:4]) == names
+            assert ladder.start == start
+            assert ladder.names[-1] == "full"
 
 
 def test_ladders_have_what_the_engine_supports():

@@ -20,7 +20,7 @@ def start(reader, folder, **options):
     return LLM.from_model(reader, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_it_finds_what_bench_quality_finds_on_the_same_requests(reader, anaphora, tmp_path):
     with start(reader, tmp_path, audit="100%") as llm:
         metrics = Metrics(llm)
@@ -52,6 +52,7 @@ def test_it_finds_what_bench_quality_finds_on_the_same_requests(reader, anaphora
     assert samples["kvlinker:audit_agreement", "low", "naive"] == pytest.approx(low)
 
 
+@pytest.mark.whole
 def test_answers_are_the_same_with_and_without_it(reader, anaphora, tmp_path):
     answers, logprobs = {}, {}
     for share in ("0%", "100%"):
@@ -68,6 +69,7 @@ def test_answers_are_the_same_with_and_without_it(reader, anaphora, tmp_path):
     assert logprobs["0%"] == pytest.approx(logprobs["100%"], abs=1e-4)
 
 
+@pytest.mark.whole
 def test_a_bad_policy_is_caught_and_raised_within_200_requests(reader, anaphora, tmp_path):
     """``naive`` on anaphora agrees in about half of all answers; requests that name no policy leave
     it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import CatalogUnavailableError
@@ -26,6 +26,7 @@ from kvlinker.service.audit.findings import Findings, Sample
 from kvlinker.service.audit.ladder import Ladder, make_ladder
 from kvlinker.service.audit.pool import AuditPool
 from kvlinker.store import Catalog
+from tests.properties import examples
 
 FINGERPRINT = "ab" * 32
 LADDER = make_ladder(parse_policy("query-5"), ["query-1", "query-5", "query-10", "full"])
@@ -112,7 +113,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, seed=st.integers(0, 1000), kept=st.sampled_from([1, 7, 10_000]))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_servers_together_know_what_one_would_know(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any], seed: int, kept: int
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import ContextCacheNotFoundError
@@ -16,6 +16,7 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.base.types.context_cache import END_OF_TIME
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
 from kvlinker.store.catalog.catalog import POSITION_SECONDS
+from tests.properties import examples
 from tests.store.catalog.conftest import Place
 from tests.store.store_chunks import run_threads
 
@@ -262,7 +263,7 @@ def all_pages(catalog: Catalog, order: Order, limit: int) -> list[ContextCache]:
             catalog.add([record(50, created_at=0.0), record(51, created_at=9.0)])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     times=st.lists(st.integers(0, 3), max_size=12),
     limit=st.integers(1, 5),
@@ -287,6 +288,7 @@ def test_pages_neither_repeat_nor_skip_while_others_are_added(
     assert len({each.id for each in listed}) == len(listed)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("metadata", [{}, {"source": "färöisch.md"}], ids=["all", "by metadata"])
 def test_ten_thousand_are_paged_through_while_others_come_and_go(

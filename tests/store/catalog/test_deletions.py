@@ -42,6 +42,7 @@ def create(state: State, *numbers: int, **options: Any) -> list[str]:
     return [cache.id for cache in created]
 
 
+@pytest.mark.whole
 def test_a_deletion_in_an_outage_that_outlasts_the_process(
     tmp_path: Path, frail_redis: RedisServer, clock: Clock
 ) -> None:

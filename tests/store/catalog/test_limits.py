@@ -8,13 +8,14 @@ from contextlib import closing
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
+from tests.properties import examples
 from tests.store.catalog.conftest import Place
 from tests.store.store_chunks import run_threads
 
@@ -50,7 +51,7 @@ def counted(records: list[ContextCache]) -> TenantUsage:
     return TenantUsage(len(records), len(chunks), sum(chunks.values()), 10 * sum(chunks.values()))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     steps=st.lists(
         st.tuples(
@@ -126,7 +127,7 @@ RECORDS = st.lists(
 LIMIT = st.none() | st.integers(0, 80)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     kept=RECORDS,
     added=RECORDS,

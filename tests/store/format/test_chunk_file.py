@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -33,9 +35,11 @@ from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.format.states import states_of
+from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 KEY = key_of(1)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def write(path: Path, kv: ChunkKV, key: str = KEY, codec: Codec = RAW) -> bytes:
@@ -55,12 +59,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files") / "chunk.safetensors"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_round_trip_keeps_every_bit(path: Path, dtype: torch.dtype, tokens: int) -> None:
-    kv = chunk_kv(7, tokens=tokens, layers=3, dtype=dtype)
-    write(path, kv)
-    assert same_kv(read_chunk_file(path, KEY), kv)
+def test_round_trip_keeps_every_bit(path: Path, subtests: pytest.Subtests) -> None:
+    for dtype, tokens in product(DTYPES, (1, 5)):
+        with subtests.test(dtype=dtype, tokens=tokens):
+            kv = chunk_kv(7, tokens=tokens, layers=3, dtype=dtype)
+            write(path, kv)
+            assert same_kv(read_chunk_file(path, KEY), kv)
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -115,16 +119,20 @@ def same_states(left: tuple[ChunkState, ...], right: tuple[ChunkState, ...]) -> 
     )
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("codec", ["raw", "int8", "raw+zstd"])
-def test_states_come_back_as_they_were(path: Path, whole: bool, codec: str) -> None:
-    kv = replace(chunk_kv(7, tokens=5, dtype=torch.float32), states=chunk_states(whole=whole))
-    finite = tuple(LayerKV(each.key.nan_to_num(), each.value.nan_to_num()) for each in kv.layers)
-    kv = replace(kv, layers=finite)
-    write(path, kv, codec=known_codecs()[codec])
-    read = read_chunk_file(path, KEY)
-    assert same_states(read.states, kv.states)
-    assert read.nbytes == kv.nbytes
+def test_states_come_back_as_they_were(path: Path, subtests: pytest.Subtests) -> None:
+    for codec, whole in product(("raw", "int8", "raw+zstd"), (True, False)):
+        with subtests.test(codec, whole=whole):
+            kv = replace(
+                chunk_kv(7, tokens=5, dtype=torch.float32), states=chunk_states(whole=whole)
+            )
+            finite = tuple(
+                LayerKV(each.key.nan_to_num(), each.value.nan_to_num()) for each in kv.layers
+            )
+            kv = replace(kv, layers=finite)
+            write(path, kv, codec=known_codecs()[codec])
+            read = read_chunk_file(path, KEY)
+            assert same_states(read.states, kv.states)
+            assert read.nbytes == kv.nbytes
 
 
 def indexed(kv: ChunkKV) -> ChunkKV:
@@ -214,21 +222,21 @@ def test_a_damaged_state_is_not_read(path: Path) -> None:
         read_chunk_file(path, KEY)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["state.0001.mixed", "state.0001.gate.0"],
-        ["state.0000.gate.0"],
-        ["state.0000.gate.0", "state.0000.mixed"],
-        ["state.0000.mixed", "state.0000.gate.0", "state.0000.factor"],
-        ["state.0000.mixed", "state.0000.gate.0", "state.0000.inner.0"],
-        ["state.0000.mixed", "state.0000.gate.1"],
-        ["state.0000.mixed", "state.0000.gate.0", "state.0000.other"],
-    ],
-)
-def test_states_of_another_form_are_refused(names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"layer|states"):
-        states_of([(name, torch.ones(3, 2)) for name in names])
+OTHER_FORMS = [
+    ["state.0001.mixed", "state.0001.gate.0"],
+    ["state.0000.gate.0"],
+    ["state.0000.gate.0", "state.0000.mixed"],
+    ["state.0000.mixed", "state.0000.gate.0", "state.0000.factor"],
+    ["state.0000.mixed", "state.0000.gate.0", "state.0000.inner.0"],
+    ["state.0000.mixed", "state.0000.gate.1"],
+    ["state.0000.mixed", "state.0000.gate.0", "state.0000.other"],
+]
+
+
+def test_states_of_another_form_are_refused(subtests: pytest.Subtests) -> None:
+    for names in OTHER_FORMS:
+        with subtests.test(names=names), pytest.raises(ValueError, match=r"layer|states"):
+            states_of([(name, torch.ones(3, 2)) for name in names])
 
 
 def test_layers_may_differ_in_heads_and_share_memory(path: Path) -> None:
@@ -338,7 +346,7 @@ def test_no_changed_byte_goes_unnoticed(path: Path) -> None:
     assert unnoticed < 8
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(flips=st.sets(st.integers(0, 10**9), min_size=1, max_size=20))
 def test_flipped_bits_never_give_other_data(path: Path, flips: set[int]) -> None:
     kv = chunk_kv(1)
@@ -354,7 +362,7 @@ def test_flipped_bits_never_give_other_data(path: Path, flips: set[int]) -> None
     assert same_kv(read, kv)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     text=st.recursive(
         st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)
@@ -367,7 +375,7 @@ def test_any_other_header_is_refused(path: Path, text: object) -> None:
         read_chunk_file(path, KEY)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.binary(max_size=200))
 def test_garbage_is_refused(path: Path, data: bytes) -> None:
     overwrite(path, data)
@@ -404,37 +412,39 @@ def test_a_forged_header_that_changes_nothing_is_read(path: Path) -> None:
     assert same_kv(read_chunk_file(path, KEY), chunk_kv(1))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda h: h.pop("layer.01.value"),
-        lambda h: h["__metadata__"].pop("key"),
-        lambda h: h["layer.00.key"].update(shape=[2, 4, 3]),
-        lambda h: h["layer.00.key"].update(shape=[-2, -3, 4]),
-        lambda h: h["layer.00.key"].update(shape=[2.0, 3, 4]),
-        lambda h: h["layer.00.key"].update(shape=[24]),
-        lambda h: h["layer.00.key"].update(dtype="F16"),
-        lambda h: h["layer.00.key"].update(dtype="F64"),
-        lambda h: h["layer.00.key"].update(data_offsets=[8, 56]),
-        lambda h: h["__metadata__"].update(codec="int8"),
-        lambda h: h["__metadata__"].pop("codec"),
-        lambda h: h["__metadata__"].update(codec=["raw"]),
-        lambda h: h["__metadata__"].update(dtype="F32"),
-        lambda h: h["__metadata__"].update(dtype="I8"),
-        lambda h: h["layer.01.value"].update(shape=[2, 3, 1 << 40]),
-        lambda h: {name: h[name] for name in reversed(h)},
-        lambda h: {"__metadata__": h["__metadata__"]},
-        lambda h: {name.replace("layer.01", "layer.00.old"): fields for name, fields in h.items()},
-    ],
-)
-def test_a_header_that_makes_no_sense_is_refused(path: Path, change) -> None:
-    def only_in_place(header: dict) -> dict | None:
-        changed = change(header)
-        return changed if isinstance(changed, dict) and "__metadata__" in changed else None
+SENSELESS: list[Callable[[dict], object]] = [
+    lambda h: h.pop("layer.01.value"),
+    lambda h: h["__metadata__"].pop("key"),
+    lambda h: h["layer.00.key"].update(shape=[2, 4, 3]),
+    lambda h: h["layer.00.key"].update(shape=[-2, -3, 4]),
+    lambda h: h["layer.00.key"].update(shape=[2.0, 3, 4]),
+    lambda h: h["layer.00.key"].update(shape=[24]),
+    lambda h: h["layer.00.key"].update(dtype="F16"),
+    lambda h: h["layer.00.key"].update(dtype="F64"),
+    lambda h: h["layer.00.key"].update(data_offsets=[8, 56]),
+    lambda h: h["__metadata__"].update(codec="int8"),
+    lambda h: h["__metadata__"].pop("codec"),
+    lambda h: h["__metadata__"].update(codec=["raw"]),
+    lambda h: h["__metadata__"].update(dtype="F32"),
+    lambda h: h["__metadata__"].update(dtype="I8"),
+    lambda h: h["layer.01.value"].update(shape=[2, 3, 1 << 40]),
+    lambda h: {name: h[name] for name in reversed(h)},
+    lambda h: {"__metadata__": h["__metadata__"]},
+    lambda h: {name.replace("layer.01", "layer.00.old"): fields for name, fields in h.items()},
+]
 
-    forge(path, only_in_place)
-    with pytest.raises(ChunkFileError):
-        read_chunk_file(path, KEY)
+
+def test_a_header_that_makes_no_sense_is_refused(path: Path, subtests: pytest.Subtests) -> None:
+    for number, change in enumerate(SENSELESS):
+        with subtests.test(number=number):
+
+            def only_in_place(header: dict, change=change) -> dict | None:
+                changed = change(header)
+                return changed if isinstance(changed, dict) and "__metadata__" in changed else None
+
+            forge(path, only_in_place)
+            with pytest.raises(ChunkFileError):
+                read_chunk_file(path, KEY)
 
 
 def test_a_codec_that_is_not_installed_here_is_no_damage(path: Path) -> None:
@@ -456,49 +466,55 @@ def normal_kv(
     return ChunkKV(tuple(LayerKV(*pair) for pair in zip(heads[::2], heads[1::2], strict=True)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("codec", known_codecs().values(), ids=known_codecs())
-def test_a_file_holds_what_its_codec_keeps(path: Path, codec: Codec, dtype: torch.dtype) -> None:
-    kv = normal_kv(1, dtype=dtype)
-    kept = ChunkKV(
-        tuple(
-            LayerKV(
-                *(codec.decode(codec.encode(heads), dtype) for heads in (layer.key, layer.value))
+def test_a_file_holds_what_its_codec_keeps(path: Path, subtests: pytest.Subtests) -> None:
+    for (name, codec), dtype in product(known_codecs().items(), DTYPES):
+        with subtests.test(name, dtype=dtype):
+            kv = normal_kv(1, dtype=dtype)
+            kept = ChunkKV(
+                tuple(
+                    LayerKV(
+                        *(
+                            codec.decode(codec.encode(heads), dtype)
+                            for heads in (layer.key, layer.value)
+                        )
+                    )
+                    for layer in kv.layers
+                )
             )
-            for layer in kv.layers
-        )
-    )
-    data = write(path, kv, codec=codec)
-    assert len(data) == encode_chunk(KEY, kv, codec).nbytes
-    assert same_kv(read_chunk_file(path, KEY), kept)
-    names = [f"layer.{layer:02d}.{heads}" for layer in range(3) for heads in ("key", "value")]
-    scales = [] if codec.name.startswith("raw") else [f"{name}.scale" for name in names]
-    assert set(load_file(path)) == {*names, *scales}
+            data = write(path, kv, codec=codec)
+            assert len(data) == encode_chunk(KEY, kv, codec).nbytes
+            assert same_kv(read_chunk_file(path, KEY), kept)
+            names = [
+                f"layer.{layer:02d}.{heads}" for layer in range(3) for heads in ("key", "value")
+            ]
+            scales = [] if codec.name.startswith("raw") else [f"{name}.scale" for name in names]
+            assert set(load_file(path)) == {*names, *scales}
 
 
-@pytest.mark.parametrize("codec", known_codecs().values(), ids=known_codecs())
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_what_a_codec_refuses_is_written_as_it_is(path: Path, codec: Codec, bad: float) -> None:
-    kv = normal_kv(1)
-    kv.layers[1].value[0, 2, 3] = bad
-    write(path, kv, codec=codec)
-    assert same_kv(read_chunk_file(path, KEY), kv)
+def test_what_a_codec_refuses_is_written_as_it_is(path: Path, subtests: pytest.Subtests) -> None:
+    for (name, codec), bad in product(known_codecs().items(), (float("nan"), float("inf"), 3e38)):
+        with subtests.test(name, bad=bad):
+            kv = normal_kv(1)
+            kv.layers[1].value[0, 2, 3] = bad
+            write(path, kv, codec=codec)
+            assert same_kv(read_chunk_file(path, KEY), kv)
 
 
-@pytest.mark.parametrize("codec", known_codecs().values(), ids=known_codecs())
-def test_layers_are_read_alone(path: Path, codec: Codec) -> None:
+def test_layers_are_read_alone(path: Path, subtests: pytest.Subtests) -> None:
     """Damage behind a layer does not matter to it."""
-    kv = normal_kv(1)
-    data = bytearray(write(path, kv, codec=codec))
-    data[-1] ^= 1
-    reader = open_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), KEY)
-    assert reader.layers == 3
-    whole = decode_chunk(
-        BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY
-    )
-    assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(whole.layers[:2]))
-    with pytest.raises(ChunkFileError, match=r"layer\.02\.value"):
-        reader.read(2)
+    for name, codec in known_codecs().items():
+        with subtests.test(name):
+            kv = normal_kv(1)
+            data = bytearray(write(path, kv, codec=codec))
+            data[-1] ^= 1
+            reader = open_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), KEY)
+            assert reader.layers == 3
+            whole = decode_chunk(
+                BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY
+            )
+            assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(whole.layers[:2]))
+            with pytest.raises(ChunkFileError, match=r"layer\.02\.value"):
+                reader.read(2)
 
 
 def encoded(kv: ChunkKV, codec: Codec) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
@@ -30,6 +30,7 @@ from kvlinker.store.format import encryption as module
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.encryption import NOT_SEALED, Cipher, SealedDataError, Sealing
 from kvlinker.store.tiers import BlobTier, object_tier
+from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 pytest.importorskip("cryptography")
@@ -63,7 +64,7 @@ def source_of(data: bytes | bytearray, key: str = key_of(1), cipher: bytes = KEY
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     size=st.integers(0, 5 * BLOCK),
     cuts=st.lists(st.integers(0, 10_000), max_size=6),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.store import ChunkKV, LayerKV
@@ -20,6 +20,7 @@ from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from tests.properties import examples
 from tests.store.store_chunks import awaited, chunk_kv
 
 TIMEOUT = 20.0
@@ -104,7 +105,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, core=4)
 @given(copies=copies, actions=actions)
 def test_nobody_hangs_and_nobody_gets_a_wrong_layer(
     copies: dict[tuple[str, int], Copy],

@@ -15,7 +15,6 @@ from typing import Any
 
 import fsspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
@@ -24,6 +23,7 @@ from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier
 from kvlinker.store.tiers.object import ObjectMedium
+from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from tests.store.tiers.test_tiers import KV, TierMachine
 from tests.waiting import PATIENCE, wait_until
@@ -60,7 +60,7 @@ class ObjectMachine(TierMachine):
 
 
 TestObjectTier = ObjectMachine.TestCase
-TestObjectTier.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestObjectTier.settings = examples(30, core=10, stateful_step_count=25, deadline=None)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_threads_meet_without_harm(url: str, recorder: Recorder) -> None:
     assert [*recorder.of(TierUnavailable), *recorder.of(ChunkDamaged)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pydantic import ByteSize
@@ -23,6 +22,7 @@ from kvlinker.store.tiers import BlobTier, object_tier, redis_tier
 from kvlinker.store.tiers.medium import KEYS_AT_ONCE
 from kvlinker.store.tiers.redis import PART_BYTES, RedisMedium
 from kvlinker.store.tiers.redis_scripts import BEGIN
+from tests.properties import examples
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from tests.store.tiers.test_tiers import KV, TierMachine
@@ -97,7 +97,7 @@ def test_any_sequence_of_calls_is_a_least_recently_used_cache(running_redis: Red
                 self.tier.close()
 
     case = RedisMachine.TestCase
-    case.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+    case.settings = examples(20, core=10, stateful_step_count=20, deadline=None)
     case().runTest()
 
 

@@ -166,7 +166,7 @@ def test_a_harmed_value_is_damage_and_goes(
     assert recorder.of(TierUnavailable) == []
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_full_redis_makes_room_from_what_is_ours(
     redis_server: RedisServer, make_tier, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:

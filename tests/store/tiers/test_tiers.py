@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from kvlinker.base.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import object_tier
+from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 NUMBERS = st.integers(0, 5)
@@ -135,9 +135,9 @@ class DiskMachine(TierMachine):
 
 
 TestHostTier = HostMachine.TestCase
-TestHostTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHostTier.settings = examples(60, stateful_step_count=30, deadline=None)
 TestDiskTier = DiskMachine.TestCase
-TestDiskTier.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestDiskTier.settings = examples(50, stateful_step_count=30, deadline=None)
 
 
 @pytest.fixture(params=["host", "disk"])

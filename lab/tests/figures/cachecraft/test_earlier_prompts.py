@@ -92,7 +92,7 @@ def test_earlier_prompts_hold_all_chunks_in_other_places(reader: OpenReader) -> 
     assert alone.contents == prompt.contents
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_new_contexts_are_what_they_are_called(lab: Lab) -> None:
     found = reuses(lab, limit=5, percents=(0, 50, 100))
     assert {reuse.kind for reuse in found} == {OTHERS, PARTS, ORDERS}
@@ -110,25 +110,24 @@ def test_new_contexts_are_what_they_are_called(lab: Lab) -> None:
             assert 0 < reuse.gamma <= 1
 
 
-@pytest.mark.parametrize(
-    ("deviations", "threshold", "share"),
-    [
-        ((0.2, 0.1), 0.3, 0),
-        ((0.2, 0.1), 0.2, 0),
-        ((0.2, 0.1), 0.15, 0.25),
-        ((0.2, 0.1), 0.05, 0.75),
-        ((0.2, 0.1), 0, 1),
-        ((0.2, 0.2), 0.1, 0.75),
-        ((0.1, 0.2), 0.05, 0.875),
-    ],
-)
-def test_needed_shares_lie_between_what_was_measured(
-    deviations: tuple[float, float], threshold: float, share: float
-) -> None:
-    assert needed_share((0, 50), deviations, threshold) == pytest.approx(share)
+NEEDED = [
+    ((0.2, 0.1), 0.3, 0),
+    ((0.2, 0.1), 0.2, 0),
+    ((0.2, 0.1), 0.15, 0.25),
+    ((0.2, 0.1), 0.05, 0.75),
+    ((0.2, 0.1), 0, 1),
+    ((0.2, 0.2), 0.1, 0.75),
+    ((0.1, 0.2), 0.05, 0.875),
+]
 
 
-@pytest.mark.slow
+def test_needed_shares_lie_between_what_was_measured(subtests: pytest.Subtests) -> None:
+    for deviations, threshold, share in NEEDED:
+        with subtests.test(deviations=deviations, threshold=threshold):
+            assert needed_share((0, 50), deviations, threshold) == pytest.approx(share)
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("name", CACHECRAFT)
 def test_one_example_is_enough_to_tell_something(name: str) -> None:
     figure = find_figure(name)

@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.contract.attention import QUERY_BLOCK
 from kvlinker.engines.embedded.attention.grouping import group_queries
 from kvlinker.engines.embedded.attention.views import AttentionPlan, View
 from tests.engines.embedded.attention.scenes import Shape, random_scene
+from tests.properties import examples
 
 
 def calls(views, positions, window=None, long_runs=True):
@@ -58,9 +59,9 @@ def test_scattered_tokens_share_a_call_until_masks_cost_more():
 
 
 @pytest.mark.parametrize("long_runs", [True, False])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 100_000), window=st.none() | st.integers(1, 200))
-@pytest.mark.slow
+@pytest.mark.whole
 def test_every_query_sees_what_its_views_show(seed, window, long_runs):
     """Counted in query-key pairs, each exactly once."""
     scene = random_scene(seed, Shape(key_dim=2, value_dim=1, window=window), dtype=torch.float32)

@@ -72,6 +72,7 @@ def as_on_a_gpu(monkeypatch):
     kernels.triton_attention.cache_clear()
 
 
+@pytest.mark.whole
 def test_a_gpu_has_kernels_of_its_own(as_on_a_gpu):
     layers = layer(), layer(rotary=toy_rotary())
     kernel = choose_kernel(layers, dtype=torch.float32, device=CPU)

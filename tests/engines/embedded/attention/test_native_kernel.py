@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.contract.attention import AttentionOptions
@@ -12,6 +12,7 @@ from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.native import NativeUnavailableError
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
 from tests.engines.native.native_targets import EACH, passing_for
+from tests.properties import examples
 
 
 @pytest.fixture(scope="session", params=EACH)
@@ -97,7 +98,7 @@ def test_one_request_that_decodes_is_divided_among_threads(kernel, threads, kv_h
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     seed=st.integers(0, 100_000),
     variant=st.sampled_from(VARIANTS),
@@ -106,7 +107,7 @@ def test_one_request_that_decodes_is_divided_among_threads(kernel, threads, kv_h
     key_dim=st.sampled_from([20, 32, 64, 80, 96, 128, 256]),
     value_dim=st.sampled_from([1, 17, 32, 64, 80, 128, 256]),
 )
-@pytest.mark.slow
+@pytest.mark.whole
 def test_any_sequences(kernel, seed, variant, group, kv_heads, key_dim, value_dim):
     dims = {"key_dim": key_dim, "value_dim": value_dim, "kv_heads": kv_heads, "group": group}
     check(kernel, random_scene(seed, Shape(**dims | variant), dtype=torch.bfloat16, most=160))

@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.attention import torch_kernels
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention, merge
 from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
+from tests.properties import examples
 
 SMALL = {"key_dim": 16, "value_dim": 16}
 VARIANTS = [
@@ -66,7 +67,7 @@ def test_a_decode_step_over_chunks_in_different_orders(variant):
     check(make_scene(chunks, prompts, Shape(**SMALL | variant)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 100_000),
     variant=st.sampled_from(VARIANTS),

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -18,6 +18,9 @@ from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene, random_scene
 from tests.engines.embedded.toy_rotary import toy_rotary
 from tests.engines.gpu.interpreting import computes_in_bfloat16
+from tests.properties import examples
+
+pytestmark = pytest.mark.whole  # Triton is interpreted, which takes minutes
 
 SMALL: dict[str, Any] = {"key_dim": 16, "value_dim": 16}
 VARIANTS: list[dict[str, Any]] = [
@@ -48,7 +51,7 @@ def test_requests_over_the_same_chunks(variant):
     check(make_scene(chunks, prompts, Shape(**SMALL | variant)))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     seed=st.integers(0, 100_000),
     variant=st.sampled_from(VARIANTS),

@@ -57,45 +57,48 @@ def free_grammar(name: str, tools: Any = TOOLS, *, tail: str | None = None) -> A
     return grammar
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_calls_have_the_models_own_form(guides, name):
-    one = way(name).calls_grammar(TOOLS, tail=TAILS[name], several=False)
-    several = way(name).calls_grammar(TOOLS, tail=TAILS[name], several=True)
-    assert takes(guides, one, ONE_CALL[name])
-    assert takes(guides, several, ONE_CALL[name])
-    if name in TWO_CALLS:
-        assert takes(guides, several, TWO_CALLS[name])
-        assert not takes(guides, one, TWO_CALLS[name])
-    for wrong in (
-        "Hello",
-        ONE_CALL[name].replace("get_weather", "get_news"),
-        ONE_CALL[name].replace("2", "9"),
-    ):
-        assert not takes(guides, several, wrong)
-    only_time = way(name).calls_grammar([TIME], tail=TAILS[name], several=True)
-    assert not takes(guides, only_time, ONE_CALL[name])
+def test_calls_have_the_models_own_form(guides, subtests):
+    for name in TEMPLATES:
+        with subtests.test(name):
+            one = way(name).calls_grammar(TOOLS, tail=TAILS[name], several=False)
+            several = way(name).calls_grammar(TOOLS, tail=TAILS[name], several=True)
+            assert takes(guides, one, ONE_CALL[name])
+            assert takes(guides, several, ONE_CALL[name])
+            if name in TWO_CALLS:
+                assert takes(guides, several, TWO_CALLS[name])
+                assert not takes(guides, one, TWO_CALLS[name])
+            for wrong in (
+                "Hello",
+                ONE_CALL[name].replace("get_weather", "get_news"),
+                ONE_CALL[name].replace("2", "9"),
+            ):
+                assert not takes(guides, several, wrong)
+            only_time = way(name).calls_grammar([TIME], tail=TAILS[name], several=True)
+            assert not takes(guides, only_time, ONE_CALL[name])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_text_is_free_until_a_call_begins(guides, name):
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    free = free_grammar(name, [strict, TIME])
-    assert takes(guides, free, "Hello <b>you</b>, [1].")
-    assert takes(guides, free, "")
-    assert takes(guides, free, ONE_CALL[name])
-    assert not takes(guides, free, ONE_CALL[name].replace("get_weather", "get_news"))
-    assert not takes(guides, free, ONE_CALL[name].replace("2", "9"))
-    if name != "llama3":
-        assert takes(guides, free, f"Let me see. {ONE_CALL[name]}")
-        assert not takes(guides, free, f"Let me see. {ONE_CALL[name]}".replace("2", "9"))
+def test_text_is_free_until_a_call_begins(guides, subtests):
+    for name in TEMPLATES:
+        with subtests.test(name):
+            strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+            free = free_grammar(name, [strict, TIME])
+            assert takes(guides, free, "Hello <b>you</b>, [1].")
+            assert takes(guides, free, "")
+            assert takes(guides, free, ONE_CALL[name])
+            assert not takes(guides, free, ONE_CALL[name].replace("get_weather", "get_news"))
+            assert not takes(guides, free, ONE_CALL[name].replace("2", "9"))
+            if name != "llama3":
+                assert takes(guides, free, f"Let me see. {ONE_CALL[name]}")
+                assert not takes(guides, free, f"Let me see. {ONE_CALL[name]}".replace("2", "9"))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_arguments_follow_the_schema_without_strict_too(guides, name):
-    free = free_grammar(name)
-    assert takes(guides, free, ONE_CALL[name])
-    assert not takes(guides, free, ONE_CALL[name].replace("2", "9"))
-    assert not takes(guides, free, ONE_CALL[name].replace("days", "hours"))
+def test_arguments_follow_the_schema_without_strict_too(guides, subtests):
+    for name in TEMPLATES:
+        with subtests.test(name):
+            free = free_grammar(name)
+            assert takes(guides, free, ONE_CALL[name])
+            assert not takes(guides, free, ONE_CALL[name].replace("2", "9"))
+            assert not takes(guides, free, ONE_CALL[name].replace("days", "hours"))
 
 
 @pytest.mark.parametrize(

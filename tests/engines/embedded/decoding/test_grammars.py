@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from decimal import Decimal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -76,59 +77,61 @@ def test_there_are_enough_schemas():
     assert len(SCHEMAS) >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_answers_are_valid_under_every_schema(bench):
     assert valid_answers(bench(kv_slots=32_768), len(SCHEMAS) * 2) > len(SCHEMAS)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_thousand_answers_are_valid(bench):
     assert valid_answers(bench(kv_slots=32_768), 1000) > 600
 
 
-@pytest.mark.parametrize("name", UNENFORCEABLE)
-def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, name):
-    schema, cause = UNENFORCEABLE[name]
-    grammar = AnswerGrammar.json_schema(schema, param="response_format")
-    with pytest.raises(InvalidRequestError, match=re.escape(cause)) as caught:
-        bench().answer(linked_prompt(20), grammar=grammar)
-    assert caught.value.param == "response_format"
+def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, subtests):
+    made = bench()
+    for name, (schema, cause) in UNENFORCEABLE.items():
+        with subtests.test(name):
+            grammar = AnswerGrammar.json_schema(schema, param="response_format")
+            with pytest.raises(InvalidRequestError, match=re.escape(cause)) as caught:
+                made.answer(linked_prompt(20), grammar=grammar)
+            assert caught.value.param == "response_format"
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "cause"),
-    [
-        ("json", "{", "line 1 column 2"),
-        ("json", "[1]", "object"),
-        ("regex", "(", "unclosed"),
-        ("regex", r"(?!a)b", "look-ahead"),
-        ("grammar", "start: missing", "missing"),
-        ("grammar", "what is this?", "grammar"),
-        ("regex", "a" * 8193, "8,193 characters"),
-        ("grammar", "start: " + "a" * 32_768, "32,775 characters"),
-        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(500)), "501 rules"),
-        (
-            "grammar",
-            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)),
-            "501 rules",
-        ),
-        ("json", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}}), "8,002 fields"),
-        ("json", json.dumps({"enum": list(range(8000))}), "8,001 fields"),
-        (
-            "json",
-            json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}),
-            "501 references",
-        ),
-        (
-            "json",
-            json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}),
-            "10,000 characters of p",
-        ),
-    ],
-)
-def test_what_is_no_grammar_is_refused(bench, kind, source, cause):
-    with pytest.raises(InvalidRequestError, match=cause):
-        bench().answer(linked_prompt(20), grammar=AnswerGrammar(kind, source))
+NO_GRAMMARS: list[tuple[Literal["json", "regex", "grammar"], str, str]] = [
+    ("json", "{", "line 1 column 2"),
+    ("json", "[1]", "object"),
+    ("regex", "(", "unclosed"),
+    ("regex", r"(?!a)b", "look-ahead"),
+    ("grammar", "start: missing", "missing"),
+    ("grammar", "what is this?", "grammar"),
+    ("regex", "a" * 8193, "8,193 characters"),
+    ("grammar", "start: " + "a" * 32_768, "32,775 characters"),
+    ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(500)), "501 rules"),
+    (
+        "grammar",
+        "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)),
+        "501 rules",
+    ),
+    ("json", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}}), "8,002 fields"),
+    ("json", json.dumps({"enum": list(range(8000))}), "8,001 fields"),
+    (
+        "json",
+        json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}),
+        "501 references",
+    ),
+    (
+        "json",
+        json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}),
+        "10,000 characters of p",
+    ),
+]
+
+
+def test_what_is_no_grammar_is_refused(bench, subtests):
+    made = bench()
+    for kind, source, cause in NO_GRAMMARS:
+        with subtests.test(kind, cause=cause), pytest.raises(InvalidRequestError, match=cause):
+            made.answer(linked_prompt(20), grammar=AnswerGrammar(kind, source))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,7 @@ def test_what_a_request_forbids_may_leave_nothing(bench):
     assert error.status == 400
 
 
+@pytest.mark.whole
 def test_answers_go_on_after_they_gave_their_slots_up(bench):
     """The guide of a preempted answer knows where it was."""
     made = bench(kv_slots=400, max_step_tokens=64)

@@ -142,6 +142,7 @@ def test_what_cannot_be_scored_whole_is_refused(bench, length, first, error):
         bench().engine.score_whole(tokens, first=first, top=5, tenant="default")
 
 
+@pytest.mark.whole
 def test_a_request_that_loses_its_slots_is_scored_again(bench):
     """An answer outgrows its slots while the prompt is computed, token by token."""
     made = bench(kv_slots=190, max_step_tokens=2)

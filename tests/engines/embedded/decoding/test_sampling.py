@@ -1,6 +1,8 @@
 import copy
 import math
 import pickle
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,19 +82,20 @@ def test_temperature_sharpens():
     assert drawn.count(1) / 5000 == pytest.approx(float(softmax(LOGITS / 0.5)[1]), abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("params", "allowed"),
-    [
-        ({"top_k": 2}, {1, 2}),
-        ({"top_k": 1}, {1}),
-        ({"top_p": 0.5}, {1}),
-        ({"top_p": 0.85}, {1, 2}),
-        ({"min_p": 0.3}, {1, 2}),
-        ({"top_k": 3, "min_p": 0.3}, {1, 2}),
-    ],
-)
-def test_filters_keep_the_likeliest(params, allowed):
-    assert set(draws(seed=2, **params)) == allowed
+FILTERS: list[tuple[dict[str, Any], set[int]]] = [
+    ({"top_k": 2}, {1, 2}),
+    ({"top_k": 1}, {1}),
+    ({"top_p": 0.5}, {1}),
+    ({"top_p": 0.85}, {1, 2}),
+    ({"min_p": 0.3}, {1, 2}),
+    ({"top_k": 3, "min_p": 0.3}, {1, 2}),
+]
+
+
+def test_filters_keep_the_likeliest(subtests):
+    for params, allowed in FILTERS:
+        with subtests.test(params=params):
+            assert set(draws(seed=2, **params)) == allowed
 
 
 @given(
@@ -119,32 +122,38 @@ def test_what_cannot_come_is_never_drawn():
     assert set(draws(500, seed=3, logits=logits, top_p=0.999, min_p=0.1)) == {1, 3}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}]
-)
-def test_logits_that_are_not_finite_end_the_request(params, value):
-    logits = LOGITS.copy()
-    logits[2] = value
-    with pytest.raises(KVLinkerError, match="not all finite"):
-        draws(1, logits=logits, **params)
+def test_logits_that_are_not_finite_end_the_request(subtests):
+    varied: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {},
+        {"top_p": 0.9},
+        {"top_k": 2},
+        {"min_p": 0.1},
+    ]
+    for params, value in product(varied, (np.nan, np.inf)):
+        with subtests.test(params=params, value=value):
+            logits = LOGITS.copy()
+            logits[2] = value
+            with pytest.raises(KVLinkerError, match="not all finite"):
+                draws(1, logits=logits, **params)
 
 
-@pytest.mark.parametrize(
-    ("params", "count"),
-    [
-        ({"top_p": 0}, 1),
-        ({"top_p": 0.01}, 10),
-        ({"top_p": 0.5}, 500),
-        ({"top_k": 1}, 1),
-        ({"top_k": 7}, 7),
-        ({"top_k": 200, "top_p": 0.5}, 100),
-        ({"min_p": 1}, 1000),
-    ],
-)
-def test_filters_keep_no_more_of_equal_tokens_than_they_say(params, count):
-    found = likelihoods(np.zeros(1000, np.float32), **params)
-    assert np.flatnonzero(found).tolist() == list(range(count))
+EQUAL_TOKENS: list[tuple[dict[str, Any], int]] = [
+    ({"top_p": 0}, 1),
+    ({"top_p": 0.01}, 10),
+    ({"top_p": 0.5}, 500),
+    ({"top_k": 1}, 1),
+    ({"top_k": 7}, 7),
+    ({"top_k": 200, "top_p": 0.5}, 100),
+    ({"min_p": 1}, 1000),
+]
+
+
+def test_filters_keep_no_more_of_equal_tokens_than_they_say(subtests):
+    for params, count in EQUAL_TOKENS:
+        with subtests.test(params=params):
+            found = likelihoods(np.zeros(1000, np.float32), **params)
+            assert np.flatnonzero(found).tolist() == list(range(count))
 
 
 def test_scores_as_low_as_can_be_are_no_likelihood(recwarn):
@@ -213,46 +222,47 @@ def test_logprobs_only_where_wanted():
     assert len(logprob(2, SamplingParams(logprobs=20)).top) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -1),
-        ("temperature", float("nan")),
-        ("temperature", "warm"),
-        ("top_p", 1.5),
-        ("top_k", -1),
-        ("top_k", 1.5),
-        ("min_p", 2),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 1e-300),
-        ("presence_penalty", 3),
-        ("max_tokens", -1),
-        ("min_tokens", -1),
-        ("prompt_logprobs", 1001),
-        ("bad_words", ("",)),
-        ("stop_token_ids", ("a",)),
-        ("stop_token_ids", (2**70,)),
-        ("stop_token_ids", (-1,)),
-        ("logit_bias", {2**70: 1}),
-        ("logit_bias", {"a": 1}),
-        ("logit_bias", {5: 101}),
-        ("logit_bias", {5: "much"}),
-        ("max_tokens", True),
-        ("logprobs", -1),
-        ("stop", ("",)),
-        ("stop", (3,)),
-        ("stop", None),
-        ("bad_words", 5),
-        ("stop_token_ids", "5"),
-        ("logit_bias", None),
-        ("seed", "7"),
-        ("seed", 1.5),
-    ],
-)
-def test_parameters_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(InvalidRequestError, match=name) as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.param == name
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("temperature", -1),
+    ("temperature", float("nan")),
+    ("temperature", "warm"),
+    ("top_p", 1.5),
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-300),
+    ("presence_penalty", 3),
+    ("max_tokens", -1),
+    ("min_tokens", -1),
+    ("prompt_logprobs", 1001),
+    ("bad_words", ("",)),
+    ("stop_token_ids", ("a",)),
+    ("stop_token_ids", (2**70,)),
+    ("stop_token_ids", (-1,)),
+    ("logit_bias", {2**70: 1}),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {5: 101}),
+    ("logit_bias", {5: "much"}),
+    ("max_tokens", True),
+    ("logprobs", -1),
+    ("stop", ("",)),
+    ("stop", (3,)),
+    ("stop", None),
+    ("bad_words", 5),
+    ("stop_token_ids", "5"),
+    ("logit_bias", None),
+    ("seed", "7"),
+    ("seed", 1.5),
+]
+
+
+def test_parameters_out_of_range_are_refused_by_name(subtests):
+    for name, value in OUT_OF_RANGE:
+        with subtests.test(name, value=value):
+            with pytest.raises(InvalidRequestError, match=name) as caught:
+                SamplingParams(**{name: value})
+            assert caught.value.param == name
 
 
 def test_parameters_can_be_copied_and_sent_to_another_process():

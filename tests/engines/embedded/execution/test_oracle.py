@@ -16,7 +16,7 @@ from kvlinker.linking import Evidence, Needs, Policy, make_plan, parse_policy
 from kvlinker.linking.union import Union
 from kvlinker.store import ChunkKV, HostTier, LayerKV
 from tests.engines.embedded.conftest import full_forward, linked_prompt
-from tests.toy_models import FAMILIES, each_family
+from tests.toy_models import FAMILIES
 
 POLICIES = [
     "full",
@@ -139,7 +139,7 @@ def plant_layer_by_layer(bench, prompt, policy):
     return policy
 
 
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_policies_by_evidence_equal_the_full_forward_pass(bench, family):
     """Garbage wherever a layer computes, the true KV elsewhere. What decides is not touched by it:
     scores are stored, spoiled tokens deviate most, and the question's attention is the true one
@@ -264,7 +264,7 @@ def test_what_the_second_pass_does_not_repair_shows(bench):
         assert abs(outcome.logprobs[0] - logprobs[0]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", each_family())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_policy_equals_the_full_forward_pass(bench, family):
     made = bench(family, max_step_tokens=37, kv_slots=8192, prefix_cache="on")
     prompt = linked_prompt(31, 57, 19, 64, header=5, middle=3)

@@ -181,7 +181,7 @@ class Quantile(Drop):
         return deviation >= np.quantile(deviation, 0.8)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_preemption_does_not_change_what_a_policy_keeps(bench):
     prompts = [linked_prompt(40, 41, 30, seed=s, fresh=7) for s in range(5)]
 

@@ -22,11 +22,11 @@ from tests.engines.embedded.execution.test_oracle import (
 
 CASES = [
     ("llama", 37),
-    pytest.param("llama", 4096, marks=pytest.mark.slow),
-    pytest.param("gemma3", 37, marks=pytest.mark.slow),
-    pytest.param("gpt_oss-sinks", 4096, marks=pytest.mark.slow),
-    pytest.param("gpt_oss-sinks", 37, marks=pytest.mark.slow),
-    pytest.param("mixtral-moe", 37, marks=pytest.mark.slow),
+    pytest.param("llama", 4096, marks=pytest.mark.matrix),
+    pytest.param("gemma3", 37, marks=pytest.mark.matrix),
+    pytest.param("gpt_oss-sinks", 4096, marks=pytest.mark.matrix),
+    pytest.param("gpt_oss-sinks", 37, marks=pytest.mark.matrix),
+    pytest.param("mixtral-moe", 37, marks=pytest.mark.matrix),
 ]
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from kvlinker.engines.embedded.kv_cache.pool import (
     cut,
     slots_of,
 )
+from tests.properties import examples
 from tests.toy_models import loaded_model
 
 SLOTS = 50
@@ -89,7 +90,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAllocator.settings = examples(100, stateful_step_count=40, deadline=None)
 
 
 def allocated(allocator: SlotAllocator, size: int) -> tuple[SlotSpan, ...]:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -21,6 +20,7 @@ from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Seg
 from kvlinker.store import DiskTier
 from kvlinker.store.prefixes import SpilledPrefixes
 from tests.engines.embedded.conftest import Bench, Outcome, random_tokens
+from tests.properties import examples
 
 TOLERANCE = 3e-5
 CHUNKS = [Chunk(random_tokens(length, [8, length])) for length in (20, 31, 44)]
@@ -288,8 +288,8 @@ def _engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
 
 
 def slow(machine: type[ReuseMachine]) -> Any:
-    machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
-    return pytest.mark.slow(machine.TestCase)
+    machine.TestCase.settings = examples(15, stateful_step_count=25, deadline=None)
+    return pytest.mark.whole(machine.TestCase)
 
 
 TestReuse = slow(ReuseMachine)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -25,6 +24,7 @@ from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking import Evidence, make_plan, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
 from tests.engines.embedded.conftest import full_forward, random_tokens
+from tests.properties import examples
 from tests.toy_models import FAMILIES
 
 TOLERANCE = 1e-5
@@ -269,7 +269,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTree.settings = examples(150, stateful_step_count=30, deadline=None)
 
 
 def slots_with(*linked):

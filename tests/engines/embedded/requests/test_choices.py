@@ -99,7 +99,7 @@ def test_choices_that_do_not_fit_take_over_slots(bench):
     assert sum(computed) == usage.recomputed_tokens + usage.fresh_tokens
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("policy", ["legolink-4", "cacheblend-30", "query-20"])
 def test_preempted_choices_answer_as_if_they_had_not_been(bench, policy):
     roomy, tight = bench(), bench(kv_slots=400, max_step_tokens=40)
@@ -112,6 +112,7 @@ def test_preempted_choices_answer_as_if_they_had_not_been(bench, policy):
     assert tight.engine.scheduler.preemptions > 0
 
 
+@pytest.mark.whole
 def test_many_requests_with_many_choices_all_succeed(bench):
     made = bench(kv_slots=1024, max_running=16, max_waiting=8)
     groups = [

@@ -125,6 +125,7 @@ def test_what_ends_an_answer_is_no_part_of_it(bench):
     assert ended.finished.usage.output_tokens == stopping + 1
 
 
+@pytest.mark.whole
 def test_several_answers_are_kept_at_once_and_after_preemptions(bench):
     alone = bench(kv_slots=8192)
     prompts = [linked_prompt(seed=seed, fresh=60 + seed) for seed in range(6)]

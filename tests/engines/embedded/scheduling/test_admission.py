@@ -1,7 +1,7 @@
 """Who comes next: short prompts first, in turn, fair between tenants; and who is refused."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import OverloadedError
@@ -10,6 +10,7 @@ from kvlinker.engines.embedded.scheduling.admission import MOST_AHEAD, SIMILAR_S
 from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
 from tests.engines.embedded.fake_runner import CHUNK_BYTES, LAYERS, Simulation, Work, arriving
 from tests.engines.embedded.scheduling.test_composition import decoding, measured
+from tests.properties import examples
 
 
 def admitted(simulation, works):
@@ -81,7 +82,7 @@ def test_a_tenants_hundred_requests_do_not_hold_up_anothers_one():
     assert sum(work.told == ["finished"] for work in hundred) < 20
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     lengths=st.tuples(st.integers(100, 400), st.integers(100, 400)),
     neighbour=st.booleans(),
@@ -185,7 +186,7 @@ def test_nobody_gives_way_in_vain():
     assert simulation.scheduler.preemptions == 0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(
         st.tuples(st.integers(1, 500), st.integers(1, 4), st.sampled_from("ab"), st.floats(0, 4)),

@@ -4,7 +4,7 @@ still."""
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.scheduling.composition import (
@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.scheduling.composition import (
 )
 from kvlinker.engines.embedded.scheduling.layered_pieces import LEAST_PIECE
 from tests.engines.embedded.fake_runner import Simulation, Timing, decodes
+from tests.properties import examples
 
 SLOTS = 100_000
 
@@ -119,7 +120,7 @@ def test_one_step_without_prompts_measures_decoding():
     assert all(size > 1 for size in sizes[2:MIXED_STEPS])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     constant=st.floats(0.001, 1),
     per_token=st.floats(1e-4, 0.1),
@@ -144,7 +145,7 @@ def test_no_step_takes_longer_than_thrice_an_idle_one(
     assert max(simulation.timing.taken[first:]) <= 3 * idle
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     target=st.none() | st.floats(0.05, 1),
     neighbours=st.integers(1, 4),
@@ -196,7 +197,7 @@ def test_chunks_that_nobody_waits_for_do_not_make_steps_longer():
     assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * idle, rel=0.1)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(strain=st.floats(0.3, 3))
 def test_what_prompts_take_beside_decoding_is_learnt(strain):
     simulation = measured(Timing(strain=strain))
@@ -252,7 +253,7 @@ def test_short_prompts_come_before_a_long_one_that_is_being_computed():
     assert not long.told
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     load=st.floats(0.5, 3),

@@ -5,7 +5,7 @@ import statistics
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.execution.capturing import Recorder
@@ -24,6 +24,7 @@ from tests.engines.embedded.fake_runner import (
     arriving,
     decodes,
 )
+from tests.properties import examples
 
 DEEP = Timing(per_read=1e-4)
 """Reading the KV of 1,000 tokens takes as long as a step that only decodes."""
@@ -382,7 +383,7 @@ def test_what_is_arriving_or_refines_is_computed_as_before():
     assert not simulation.runner.pieces
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.integers(1, 60)), min_size=1, max_size=8),
     st.integers(160, 300),
@@ -414,7 +415,8 @@ def test_everything_finishes_and_no_kv_is_lost(requests, slots, max_running, mos
     assert simulation.slots.used == 0
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.whole
+@examples(15)
 @given(strain=st.floats(0.3, 3))
 def test_what_pieces_take_is_learnt(strain):
     simulation = measured(timing=Timing(strain=strain, per_read=1e-4))

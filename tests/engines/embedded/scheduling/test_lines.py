@@ -1,11 +1,12 @@
 """Lines of requests: what comes before and after each, against counting all of them."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.scheduling.lines import Lines, latest_first
 from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
 from tests.engines.embedded.fake_runner import BackgroundWork, ChunkWork, Work
+from tests.properties import examples
 
 KINDS = (Work, ChunkWork, BackgroundWork)
 
@@ -37,7 +38,7 @@ def comes_before(one, other):
     return alike(one, other) and (one.due, one.number) < (other.due, other.number)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ARRIVALS, st.randoms(use_true_random=False))
 def test_lines_count_as_looking_at_all_does(arrivals, random):
     lines = Lines()

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -34,6 +34,7 @@ from tests.engines.embedded.fake_runner import (
     Work,
     arriving,
 )
+from tests.properties import examples
 
 
 def owners(batch):
@@ -636,7 +637,7 @@ def test_who_comes_while_the_engine_closes_is_refused_or_failed():
     assert not simulation.loop.healthy
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 90)), min_size=1, max_size=8),
     st.integers(130, 300),
@@ -815,15 +816,15 @@ class LayeredMachine(SchedulerMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = examples(40, stateful_step_count=40, deadline=None)
 TestLayeredMachine = LayeredMachine.TestCase
-TestLayeredMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLayeredMachine.settings = examples(40, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("machine", [SchedulerMachine, LayeredMachine])
 def test_the_machine_for_long(machine):
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=250, stateful_step_count=40, deadline=None),
+        settings=examples(250, stateful_step_count=40, deadline=None),
     )

@@ -65,7 +65,7 @@ def starting(server: Server) -> AbstractContextManager[Server]:
     return nullcontext(server)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
     policies = ["full", "plain", "naive", "legolink-4"]
     report = run_load(
@@ -204,7 +204,7 @@ def test_the_command_measures_a_server_that_runs(server: Server, tmp_path: Path)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_command_starts_servers_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +263,7 @@ def test_servers_are_started_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_command_that_is_ended_takes_its_server_along() -> None:
     command = [
         sys.executable,
@@ -295,7 +295,7 @@ def servers_of(pid: int) -> list[psutil.Process]:
     return servers
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app, ["bench", "load", "--model", str(tmp_path / "none"), "--policies", "naive"]
@@ -304,22 +304,23 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert "No model at" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policies", "blend"], "Unknown policy"),
-        (["--rates", "1,x"], "not a list of numbers"),
-        (["--rates", "0"], "above 0"),
-        (["--users", "2,x"], "whole numbers"),
-        (["--traffic", "storm"], "Unknown traffic"),
-        (["--output-tokens", "many"], "no number of tokens"),
-        (
-            ["--url", "http://127.0.0.1:9"],
-            "No OpenAI-compatible server answers at http://127.0.0.1:9",
-        ),
-    ],
-)
-def test_bad_arguments_end_with_one_clear_line(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "load", "--shape", "tiny", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+BAD_ARGUMENTS = [
+    (["--policies", "blend"], "Unknown policy"),
+    (["--rates", "1,x"], "not a list of numbers"),
+    (["--rates", "0"], "above 0"),
+    (["--users", "2,x"], "whole numbers"),
+    (["--traffic", "storm"], "Unknown traffic"),
+    (["--output-tokens", "many"], "no number of tokens"),
+    (
+        ["--url", "http://127.0.0.1:9"],
+        "No OpenAI-compatible server answers at http://127.0.0.1:9",
+    ),
+]
+
+
+def test_bad_arguments_end_with_one_clear_line(subtests: pytest.Subtests) -> None:
+    for arguments, message in BAD_ARGUMENTS:
+        with subtests.test(arguments=arguments):
+            result = CliRunner().invoke(app, ["bench", "load", "--shape", "tiny", *arguments])
+            assert result.exit_code == 2
+            assert message in " ".join(result.stderr.split())

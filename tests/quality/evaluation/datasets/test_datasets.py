@@ -337,34 +337,35 @@ def test_a_limit_counts_usable_examples(write):
     assert [example.id for example in dataset.examples] == ["1", "3"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.jsonl", None, "there is no such file or folder"),
-        ("empty.jsonl", "", "has no usable example"),
-        (
-            "fields.jsonl",
-            '{"text": "x"}\n',
-            "of no known format: its first record has the fields text",
-        ),
-        ("list.json", "{}", "holds no list of records"),
-        ("bad.json", "[1, ", "not valid JSON"),
-        ("bytes.jsonl", b"\xff\xfe\x00", "not UTF-8"),
-        ("zip.jsonl.gz", b"no gzip", "Cannot read"),
-        (
-            "bad.jsonl",
-            '{"passages": [], "question": "Q", "answers": ["a"]}\n',
-            "record 1: 'passages' is empty",
-        ),
-    ],
-)
-def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, content, message):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        load_dataset(str(path), SEMANTIC)
-    assert name in caught.value.message
+UNUSABLE: list[tuple[str, str | bytes | None, str]] = [
+    ("none.jsonl", None, "there is no such file or folder"),
+    ("empty.jsonl", "", "has no usable example"),
+    (
+        "fields.jsonl",
+        '{"text": "x"}\n',
+        "of no known format: its first record has the fields text",
+    ),
+    ("list.json", "{}", "holds no list of records"),
+    ("bad.json", "[1, ", "not valid JSON"),
+    ("bytes.jsonl", b"\xff\xfe\x00", "not UTF-8"),
+    ("zip.jsonl.gz", b"no gzip", "Cannot read"),
+    (
+        "bad.jsonl",
+        '{"passages": [], "question": "Q", "answers": ["a"]}\n',
+        "record 1: 'passages' is empty",
+    ),
+]
+
+
+def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, subtests):
+    for name, content, message in UNUSABLE:
+        with subtests.test(name):
+            path = tmp_path / name
+            if content is not None:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            with pytest.raises(InvalidRequestError, match=message) as caught:
+                load_dataset(str(path), SEMANTIC)
+            assert name in caught.value.message
 
 
 def test_a_folder_without_texts_is_no_haystack(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import (
@@ -29,6 +29,7 @@ from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
 from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, translated
 from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 from tests.postgres_server import PostgresServer
+from tests.properties import examples
 from tests.store.catalog.raw import harm
 from tests.store.catalog.test_catalog_check import NOW, record
 from tests.store.catalog.test_search import add, search
@@ -115,6 +116,7 @@ def test_a_restart_is_not_noticed(frail_postgres: PostgresServer) -> None:
         assert catalog.usage("anna").caches == 2
 
 
+@pytest.mark.whole
 def test_an_outage_is_told_and_ends(frail_postgres: PostgresServer) -> None:
     with closing(Catalog(frail_postgres.new_database())) as catalog:
         kept = record(1)
@@ -145,6 +147,7 @@ def test_an_outage_is_told_and_ends(frail_postgres: PostgresServer) -> None:
         catalog.add([record(2)])
 
 
+@pytest.mark.whole
 def test_a_database_that_hangs_is_given_up(
     frail_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +224,7 @@ def test_tables_of_others_are_left_alone(url: str) -> None:
         assert connection.execute("SELECT * FROM public.chunks").fetchall() == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -259,11 +263,12 @@ WORDS = st.lists(
 ).map(" ".join)
 
 
+@pytest.mark.whole
 @given(
     texts=st.lists(WORDS, min_size=1, max_size=6, unique=True),
     query=WORDS,
 )
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_texts_rank_as_in_sqlite(
     postgres_server: PostgresServer,
     tmp_path_factory: pytest.TempPathFactory,

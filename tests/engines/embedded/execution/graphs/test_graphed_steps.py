@@ -23,15 +23,16 @@ from tests.engines.embedded.execution.graphs.fake_graph import FakeCapture
 from tests.store.memory.fake_device import FakeDevice
 from tests.toy_models import loaded_model
 
-QUICK = ["llama", "gemma2-softcap", "gemma4-shared-two-sizes"]
-SLOW = [
+FAMILIES = [
+    "llama",
+    "gemma2-softcap",
+    "gemma4-shared-two-sizes",
     "mistral-window",
     "cohere2-interleaved-nope",
     "gemma3n-shared",
     "diffllama-two-attentions",
     "gptj-interleaved-written-out",
 ]
-FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
 PROMPTS = [linked_prompt(40, 33, 21, middle=3), linked_prompt(33, 40, fresh=5)]
 POLICIES = ["full", "naive", "legolink-4", "query-10", "cacheblend-20"]
 
@@ -103,7 +104,7 @@ def test_a_graph_that_cannot_be_captured_is_why_there_is_none(capture, monkeypat
         program_error(loaded.model, loaded.anatomy, found)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_answers_are_those_without_graphs(bench, capture, monkeypatch):
     """Of requests that share their chunks, by every kind of policy; as answers grow, graphs are
     outgrown."""

@@ -483,7 +483,7 @@ print(*memory, type(loaded.model.lm_head).__name__)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @needs_packing
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
