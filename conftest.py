@@ -183,7 +183,8 @@ class Clock:
 
     def _record(self) -> None:
         recorded = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        files: defaultdict[str, float] = defaultdict(float)
+        asked = (file.relative_to(ROOT).as_posix() for file in self._config.stash[FILES])
+        files = dict.fromkeys(asked, 0.0)  # also those none of whose tests were chosen
         for nodeid, seconds in self._seconds.items():
             files[nodeid.partition("::")[0]] += seconds
         mine = recorded.setdefault(self._config.option.markexpr, {})
