@@ -65,8 +65,8 @@ $(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlinker needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . --editable lab
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
 	touch $@
 
 # The documentation as a site, in site/; broken links fail.

@@ -28,17 +28,18 @@ WHOLE = (
     "lab/tests",
     "tests/cli/test_advise.py",
     "tests/doors/http/test_building.py",
+    "tests/doors/http/test_passages_ahead.py",
+    "tests/doors/http/test_prefetch.py",
+    "tests/doors/http/test_stock_clients.py",
     "tests/doors/http/test_workflows.py",
     "tests/engines/embedded/execution/graphs",
     "tests/engines/gpu",
-    "tests/fleet/test_hybrids.py",
-    "tests/fleet/test_views.py",
-    "tests/quality/bench",
-    "tests/quality/certification",
+    "tests/fleet",
+    "tests/quality",
+    "tests/service/audit/test_live.py",
 )
-"""Folders and files of tests that are all beyond the core: of the laboratory, of benchmarks, of
-GPUs, whose kernels are interpreted here, and of what builders, workflows and hybrids in fleets
-use."""
+"""Folders and files of tests that are all beyond the core: of the laboratory, of measurements, of
+GPUs, whose kernels are interpreted here, of fleets, and of what only agents use."""
 
 DEAREST = 10
 """The number of tests that are named when the budget is exceeded."""

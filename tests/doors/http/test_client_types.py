@@ -117,6 +117,7 @@ def test_errors_are_of_openais_type(marked: Served, path: str) -> None:  # noqa:
     assert unnoticed(told["error"], TypeAdapter(ErrorObject)) == set()
 
 
+@pytest.mark.whole
 def test_failures_half_way_are_of_the_clients_types(
     faked: Served, engine: FakeEngine, subtests: pytest.Subtests
 ) -> None:

@@ -22,11 +22,8 @@ from tests.waiting import PATIENCE
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Playwright
 
-CORE = (
-    "test_an_answer_is_streamed",
-    "test_colours_are_the_usage_also_where_an_earlier_turn_is_reused",
-)
-"""The tests of the page's main flow: documents, a question, its answer, and what was reused."""
+CORE = "test_an_answer_is_streamed"
+"""The test of the page's main flow: documents, a question, and its answer."""
 
 KEYS = ("key-alpha", "key-beta", "key-gamma", "key-delta", "key-epsilon")
 
@@ -46,7 +43,7 @@ DROP = """files => {
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """The core has the main flow; the rest of the page's tests take a while together."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.originalname not in CORE:
+        if item.path.is_relative_to(Path(__file__).parent) and item.originalname != CORE:
             item.add_marker(pytest.mark.whole)
 
 

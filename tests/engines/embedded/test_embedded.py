@@ -75,6 +75,7 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
     assert made.engine.current_load().slots_used == 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "family",
     [

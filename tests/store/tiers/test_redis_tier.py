@@ -57,6 +57,7 @@ def test_a_budget_from_the_settings_is_one_that_every_parser_packs(
     medium.close()
 
 
+@pytest.mark.whole
 def test_any_sequence_of_calls_is_a_least_recently_used_cache(running_redis: RedisServer) -> None:
     class RedisMachine(TierMachine):
         @initialize(budget=st.integers(0, 9000))

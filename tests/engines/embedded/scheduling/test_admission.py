@@ -82,6 +82,7 @@ def test_a_tenants_hundred_requests_do_not_hold_up_anothers_one():
     assert sum(work.told == ["finished"] for work in hundred) < 20
 
 
+@pytest.mark.whole
 @examples(10)
 @given(
     lengths=st.tuples(st.integers(100, 400), st.integers(100, 400)),
