@@ -28,18 +28,27 @@ WHOLE = (
     "lab/tests",
     "tests/cli/test_advise.py",
     "tests/doors/http/test_building.py",
+    "tests/doors/http/test_embeddings.py",
+    "tests/doors/http/test_kept_answers.py",
     "tests/doors/http/test_passages_ahead.py",
     "tests/doors/http/test_prefetch.py",
+    "tests/doors/http/test_shared_catalog.py",
     "tests/doors/http/test_stock_clients.py",
     "tests/doors/http/test_workflows.py",
     "tests/engines/embedded/execution/graphs",
+    "tests/engines/embedded/execution/test_native_experts.py",
+    "tests/engines/embedded/execution/test_two_threads.py",
+    "tests/engines/embedded/model/weights",
+    "tests/engines/embedded/requests/test_explaining.py",
     "tests/engines/gpu",
     "tests/fleet",
     "tests/quality",
-    "tests/service/audit/test_live.py",
+    "tests/service/audit",
+    "tests/store/tiers/test_remote_faults.py",
 )
 """Folders and files of tests that are all beyond the core: of the laboratory, of measurements, of
-GPUs, whose kernels are interpreted here, of fleets, and of what only agents use."""
+GPUs, whose kernels are interpreted here, of fleets, of quantised weights, and of what only agents
+use."""
 
 DEAREST = 10
 """The number of tests that are named when the budget is exceeded."""
