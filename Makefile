@@ -95,7 +95,7 @@ serve-vllm: $(VLLM_INSTALLED)
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm --hypothesis-profile all --shard $(SHARD)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p tests.engines.vllm.runner_v2 -m runner_v2 \
-		tests/engines/vllm/test_exactness.py -k "not qwen3" --shard $(SHARD)
+		tests/engines/vllm -k "not qwen3" --shard $(SHARD)
 
 # The README's first conversation, an engine that is killed, and exactness of two families.
 test-vllm-smoke: $(VLLM_INSTALLED)
