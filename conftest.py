@@ -50,6 +50,12 @@ WHOLE = (
 GPUs, whose kernels are interpreted here, of fleets, of quantised weights, and of what only agents
 use."""
 
+CORE = "not (matrix or whole)"
+"""What ``-m`` says for ``--core``."""
+
+IMPORTING = 0.2
+"""The seconds that a test file takes beside its tests, about: to import it, and to collect them."""
+
 DEAREST = 10
 """The number of tests that are named when the budget is exceeded."""
 
@@ -58,6 +64,7 @@ FILES = pytest.StashKey[frozenset[Path]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvlinker")
+    group.addoption("--core", action="store_true", help="run the core, and import nothing else")
     group.addoption("--budget", type=float, help="fail if the session takes more seconds")
     group.addoption("--shard", default="1/1", help="run this part of the test files, as 2/5")
     group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
@@ -66,6 +73,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the files of this shard and, in a worker of pytest-xdist, of this worker: with
     ``--dist each`` a worker runs all that it collects, and it collects its own files alone."""
+    if config.option.core:
+        config.option.markexpr = CORE
     recorded = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     seconds = recorded.get(config.option.markexpr, {})
     part, parts = map(int, config.option.shard.split("/"))
@@ -97,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark property tests, and what is beyond the core by its folder, so that ``-m`` can choose."""
     for item in items:
-        if any(item.path.is_relative_to(ROOT / folder) for folder in WHOLE):
+        if _is_whole(item.path):
             item.add_marker(pytest.mark.whole)
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.examples)
@@ -105,15 +114,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def divide(files: Collection[Path], seconds: Mapping[str, float], parts: int) -> list[list[Path]]:
     """Divide ``files`` into ``parts`` of similar duration: the longest first, each into the part
-    that has least so far. A file without recorded ``seconds`` counts as the median one."""
-    typical = statistics.median(seconds.values()) if seconds else 1.0
+    that has least so far. A file without recorded ``seconds`` counts as the median of those that
+    have any."""
+    typical = statistics.median(filter(None, seconds.values())) if any(seconds.values()) else 1.0
     units: defaultdict[str, list[Path]] = defaultdict(list)
     lengths: defaultdict[str, float] = defaultdict(float)
     for file in sorted(files):
         name = file.relative_to(ROOT).as_posix()
         unit = next((folder for folder in TOGETHER if name.startswith(f"{folder}/")), name)
         units[unit].append(file)
-        lengths[unit] += seconds.get(name, typical)
+        lengths[unit] += IMPORTING + seconds.get(name, typical)
     shares: list[list[Path]] = [[] for _ in range(parts)]
     sums = [0.0] * parts
     for unit, length in sorted(lengths.items(), key=lambda each: (-each[1], each[0])):
@@ -124,10 +134,15 @@ def divide(files: Collection[Path], seconds: Mapping[str, float], parts: int) ->
 
 
 def _test_files(config: pytest.Config) -> set[Path]:
-    """Return the test files that the command line asks for."""
+    """Return the test files that the command line asks for; for the core, those it may run."""
     roots = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
     found = {file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))}
-    return {file.resolve() for file in found if file.match("test_*.py")}
+    files = {file.resolve() for file in found if file.match("test_*.py")}
+    return {file for file in files if not (config.option.core and _is_whole(file))}
+
+
+def _is_whole(file: Path) -> bool:
+    return any(file.is_relative_to(ROOT / path) for path in WHOLE)
 
 
 class Clock:

@@ -19,8 +19,8 @@ FILES = sorted(
 )
 
 
-@given(st.integers(1, 30), st.randoms())
-def test_each_file_is_in_one_part(parts: int, random: object) -> None:
+@given(st.integers(1, 30))
+def test_each_file_is_in_one_part(parts: int) -> None:
     seconds = {file.relative_to(ROOT).as_posix(): float(len(file.name) ** 2) for file in FILES[::2]}
     shares = conftest.divide(FILES, seconds, parts)
     assert len(shares) == parts
@@ -36,6 +36,13 @@ def test_parts_take_alike() -> None:
         for share in conftest.divide(files, seconds, 3)
     ]
     assert max(sums) - min(sums) <= 7
+
+
+def test_files_without_tests_are_divided_too() -> None:
+    """They are imported all the same."""
+    seconds = {file.relative_to(ROOT).as_posix(): 0.0 for file in FILES}
+    sizes = [len(share) for share in conftest.divide(FILES, seconds, 3)]
+    assert max(sizes) - min(sizes) <= 15
 
 
 def test_folders_that_share_what_is_dear_stay_together() -> None:

@@ -1,4 +1,4 @@
-"""Which instances of a parametrized test of an engine belong to the core."""
+"""Chooses the instances of parametrized engine tests that belong to the core."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _one_of_each_kind(instances: list[pytest.Function]) -> list[pytest.Function]
 
 
 def _one_policy_of_each_kind(instances: list[pytest.Function]) -> list[pytest.Function]:
-    """Policies are of one kind that need the same evidence. Which tests compare all policies with
-    the model's own forward pass does not depend on this: those go through them in one test."""
+    """Policies that need the same evidence are of one kind. The oracle's tests are not concerned:
+    each of them goes through all policies by itself."""
     first: dict[object, str] = {}
     for item in instances:
         name = _parameters(item).get("policy")
