@@ -27,6 +27,7 @@ TOGETHER = ("tests/doors/page", "lab/tests/training")
 WHOLE = (
     "lab/tests",
     "tests/cli/test_advise.py",
+    "tests/cli/test_search.py",
     "tests/doors/http/test_building.py",
     "tests/doors/http/test_embeddings.py",
     "tests/doors/http/test_kept_answers.py",
@@ -35,20 +36,25 @@ WHOLE = (
     "tests/doors/http/test_shared_catalog.py",
     "tests/doors/http/test_stock_clients.py",
     "tests/doors/http/test_workflows.py",
+    "tests/doors/test_request_tools.py",
+    "tests/engines/embedded/attention/test_torch_kernels.py",
     "tests/engines/embedded/execution/graphs",
     "tests/engines/embedded/execution/test_native_experts.py",
     "tests/engines/embedded/execution/test_two_threads.py",
+    "tests/engines/embedded/model/recording",
     "tests/engines/embedded/model/weights",
     "tests/engines/embedded/requests/test_explaining.py",
+    "tests/engines/embedded/test_policy_limits.py",
     "tests/engines/gpu",
     "tests/fleet",
     "tests/quality",
     "tests/service/audit",
+    "tests/store/tiers/test_object_tier.py",
     "tests/store/tiers/test_remote_faults.py",
 )
-"""Folders and files of tests that are all beyond the core: of the laboratory, of measurements, of
-GPUs, whose kernels are interpreted here, of fleets, of quantised weights, and of what only agents
-use."""
+"""Folders and files of tests that are all beyond the core, by which it keeps its budget: of the
+laboratory, of measurements, of GPUs, whose kernels are interpreted here, of fleets, of quantised
+weights, of what only agents use, and of parts whose results the core's tests compare as a whole."""
 
 CORE = "not (matrix or whole)"
 """What ``-m`` says for ``--core``."""
