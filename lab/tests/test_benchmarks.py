@@ -22,6 +22,7 @@ from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab import neighbour
+from kvlinker_lab.agent_replays import run_agent_replays
 from kvlinker_lab.attention import Case, run_attention
 from kvlinker_lab.cli import app
 from kvlinker_lab.conversation import conversation_prompts, run_conversation
@@ -42,8 +43,9 @@ def subject():
 
 def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
-        "agents attention codecs conversation creation fleet handovers isolation memory neighbour"
-        " overhead peers products recognition roofline router soak steps store"
+        "agent-replays agents attention codecs contention conversation creation fleet handovers"
+        " isolation memory neighbour overhead peers products recognition roofline router soak steps"
+        " store"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -53,7 +55,7 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
         assert (find_benchmark(name, "kvlinker_lab").run.__doc__ or "").startswith(one.summary)
     with pytest.raises(
         InvalidRequestError,
-        match="Unknown benchmark 'ttft'; known are agents, attention, codecs",
+        match="Unknown benchmark 'ttft'; known are agent-replays, agents, attention",
     ):
         find_benchmark("ttft", "kvlinker_lab")
 
@@ -234,6 +236,30 @@ def test_bad_arguments_are_told(subtests):
             run = CliRunner().invoke(app, arguments.split())
             assert run.exit_code == 2
             assert told in " ".join(run.output.split())
+
+
+def test_agents_requests_are_replayed(subject):
+    report = run_agent_replays(subject, ["aider"], ["off", "auto"], policy="naive", scale=0.01)
+    assert [(row["implicit"], row["case"]) for row in report.rows] == [
+        (setting, case)
+        for setting in ("off", "auto")
+        for case in (
+            "first turn",
+            "next turn",
+            "after an edit in the middle",
+            "another repository",
+        )
+    ]
+    assert [row["read"] > 0 for row in report.rows[:4]] == [False, True, True, True]
+    assert all(0 <= row["share"] < 1 for row in report.rows)
+    *_, last = report.notes
+    assert last.startswith("| aider | `auto` | 0% of ")
+
+
+def test_an_agent_that_is_not_known_is_told():
+    run = CliRunner().invoke(app, ["agent-replays", "--agents", "vim"])
+    assert run.exit_code == 2
+    assert "'vim' is none of codex, claude-code" in " ".join(run.output.split())
 
 
 def test_overhead_asks_the_same_both_ways(subject):

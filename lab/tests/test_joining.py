@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.messages import ChatMessage, Content, MarkedText
+from kvlinker.prompting.texts import Passage, PromptText
+from kvlinker.service.implicit import recognition
 from kvlinker_lab import joining
 from kvlinker_lab.joining import Recognised, Template, find_template, recognise
 
@@ -48,22 +49,15 @@ def test_frameworks_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         find_template("langchain")
 
 
-class Marking:
-    """Marks the text between given characters."""
+class Finding:
+    """Finds what stands between given characters."""
 
-    def __init__(self, *marks: tuple[int, int]) -> None:
-        self.marks = marks
+    def __init__(self, *found: tuple[int, int]) -> None:
+        self.found = found
 
-    def mark(
-        self, messages: list[ChatMessage[Any]], *, tenant: str
-    ) -> tuple[list[ChatMessage[Any]], list[str]]:
-        (text,) = messages[0].content
-        parts: Content[MarkedText] = ()
-        done = 0
-        for begin, end in self.marks:
-            parts = (*parts, text[done:begin], MarkedText(text[begin:end]))
-            done = end
-        return [ChatMessage("user", (*parts, text[done:]))], []
+    def read(self, texts: list[PromptText], *, tenant: str) -> recognition.Recognised:
+        (text,) = texts
+        return recognition.Recognised([Passage(text, *span) for span in self.found])
 
 
 @pytest.mark.parametrize(
@@ -78,5 +72,5 @@ class Marking:
 )
 def test_marks_are_compared_with_passages(marks: list[tuple[int, int]], found: Recognised) -> None:
     joined = Template("own", "> {context}?{question}", between="|").join(PASSAGES, "Who?")
-    marking: Any = Marking(*marks)
-    assert recognise(marking, joined, tenant="anna") == found
+    finding: Any = Finding(*marks)
+    assert recognise(finding, joined, tenant="anna") == found

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.messages import ChatMessage, MarkedText
-from kvlinker.service.implicit.known import Span
+from kvlinker.prompting.texts import PromptText, Span, TokenPlaces
 
 if TYPE_CHECKING:
     from kvlinker.service.implicit.recognition import Recognizer
@@ -110,15 +111,9 @@ class Recognised(NamedTuple):
 
 def recognise(recognizer: Recognizer, joined: JoinedPrompt, *, tenant: str) -> Recognised:
     """Have a text read, and compare what is marked with the passages in it."""
-    (message,), _ = recognizer.mark([ChatMessage("user", (joined.text,))], tenant=tenant)
-    marks: list[Span] = []
-    position = 0
-    for part in message.content:
-        assert isinstance(part, str | MarkedText)
-        text = part if isinstance(part, str) else part.text
-        if isinstance(part, MarkedText):
-            marks.append((position, position + len(text)))
-        position += len(text)
+    text = PromptText(joined.text, TokenPlaces(np.arange(0), np.arange(0)))
+    found = recognizer.read([text], tenant=tenant)
+    marks = [(passage.begin, passage.end) for passage in found.chunks]
     inside = sum(_overlap(mark, passage) for mark in marks for passage in joined.passages)
     return Recognised(
         passages=sum(end - begin for begin, end in joined.passages),

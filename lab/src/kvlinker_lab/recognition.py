@@ -88,7 +88,7 @@ def recognition(
     chunk_tokens: ChunkTokens = 512,
 ) -> Report:
     """Measure what implicit=auto recognises of joined passages, and what answers lose by tokens
-    that are cut at seams.
+    that are cut at the seams of marked ones.
 
     Both answers are computed in full, so that nothing but the tokens at the seams differs.
     """
@@ -236,7 +236,8 @@ def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
 
     messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
-    split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
+    marked = [{"role": "user", "content": _marked(joined)}]
+    split = llm.read_chat(marked, implicit="marked", policy="naive", keeps=False).prompt
     trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))
     answers = [trial.run(REFERENCE) for trial in trials]
     first_tokens = [answer.next_tokens[0] for answer in answers]
@@ -250,6 +251,18 @@ def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
         agreement=agree(*first_tokens),
         kl=kl_divergence(*first_tokens),
     )
+
+
+def _marked(joined: JoinedPrompt) -> list[str | dict[str, object]]:
+    """Return the joined text as content parts, with its passages marked."""
+    parts: list[str | dict[str, object]] = []
+    done = 0
+    for begin, end in joined.passages:
+        passage = joined.text[begin:end]
+        parts.append(joined.text[done:begin])
+        parts.append({"type": "text", "text": passage, "cache_control": {"type": "ephemeral"}})
+        done = end
+    return [*parts, joined.text[done:]]
 
 
 def _enter(llm: LLM, passages: Sequence[str]) -> None:

@@ -64,6 +64,7 @@ def open_case(
             share * work.chunk_tokens(turns) * (subject.loaded.kv_bytes_per_token + SCORE_BYTES)
         ),
         disk_space=0,
+        policy=work.policy,
         kv_slots=max(int(share * work.prompt_tokens(turns)), longest),
         prefix_cache="on",
         chunk_scores=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,23 @@ class LlamaContext:
         logits = llama_cpp.llama_get_logits(self._pointer)
         return np.ctypeslib.as_array(logits, (sequences * told, self._vocabulary))
 
+    def prefill(self, tokens: Tokens, position: int = 0) -> Logits:
+        """Compute tokens of sequences 0, 1 … from ``position`` on, as many at once as a step may
+        take; return the logits behind the last ones.
+
+        ``tokens``: [sequences, tokens]; the logits: [sequences, vocabulary].
+        """
+        width = max(STEP_TOKENS // len(tokens), 1)
+        for begin in range(0, tokens.shape[1], width):
+            logits = self.append(tokens[:, begin : begin + width], position + begin)
+        return logits
+
+    def forget(self, position: int) -> None:
+        """Free the KV of all sequences from ``position`` on."""
+        import llama_cpp
+
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._pointer), -1, position, -1)
+
 
 class LlamaCppPeer:
     """Runs a model in llama.cpp, with a context of its own for each measurement."""
@@ -82,14 +99,14 @@ class LlamaCppPeer:
         """Return the seconds to the first token."""
         with self._context(1, len(tokens)) as context:
             begin = time.perf_counter()
-            self._prefill(context, np.array([tokens])).argmax()
+            context.prefill(np.array([tokens])).argmax()
             return time.perf_counter() - begin
 
     def decode_step(self, tokens: Tokens, *, steps: int) -> float:
         """Return the median seconds of a step."""
         requests, length = tokens.shape
         with self._context(requests, length + steps + 1) as context:
-            logits = self._prefill(context, tokens)
+            logits = context.prefill(tokens)
             times = []
             for step in range(steps + 1):
                 chosen = logits.argmax(-1)
@@ -97,52 +114,60 @@ class LlamaCppPeer:
                 logits = context.append(chosen[:, None], length + step)
         return median_step(times)
 
-    def _prefill(self, context: LlamaContext, tokens: Tokens) -> Logits:
-        """Compute tokens, [sequences, tokens], as many at once as a step may take; return the last
-        ones' logits."""
-        length = tokens.shape[1]
-        width = max(STEP_TOKENS // len(tokens), 1)
-        for begin in range(0, length, width):
-            logits = context.append(tokens[:, begin : begin + width], begin)
-        return logits
-
-    @contextmanager
-    def _context(self, sequences: int, tokens: int) -> Iterator[LlamaContext]:
+    def _context(self, sequences: int, tokens: int) -> AbstractContextManager[LlamaContext]:
         """Make room for so many sequences of so many tokens each."""
-        import llama_cpp
-
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx = sequences * (
-            -(-tokens // 256) * 256
-        )  # of which each sequence has an equal part
-        options.n_seq_max = sequences
-        options.n_batch = STEP_TOKENS
-        options.n_threads = options.n_threads_batch = self._task.threads
-        pointer = llama_cpp.llama_init_from_model(self._model, options)
-        if pointer is None:
-            raise ModelLoadError(f"llama.cpp has no room for {sequences} × {tokens} tokens.")
-        try:
-            yield LlamaContext(pointer, self._task.vocabulary)
-        finally:
-            llama_cpp.llama_free(pointer)
+        return llama_context(
+            self._model, self._task.vocabulary, sequences, tokens, self._task.threads
+        )
 
 
 @contextmanager
-def start_llama_cpp(task: Task, *, quantization: str | None) -> Iterator[LlamaCppPeer]:
-    """Load the task's model, from a GGUF file that is written where it is not there yet."""
+def llama_context(
+    model: Any, vocabulary: int, sequences: int, tokens: int, threads: int
+) -> Iterator[LlamaContext]:
+    """Make room for so many ``sequences`` of so many ``tokens`` each, of a model of the library.
+    Raises ModelLoadError where there is none."""
     import llama_cpp
 
-    path = llama_file(Path(task.model), Path(task.folder), quantization)
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = sequences * (
+        -(-tokens // 256) * 256
+    )  # of which each sequence has an equal part
+    options.n_seq_max = sequences
+    options.n_batch = STEP_TOKENS
+    options.n_threads = options.n_threads_batch = threads
+    pointer = llama_cpp.llama_init_from_model(model, options)
+    if pointer is None:
+        raise ModelLoadError(f"llama.cpp has no room for {sequences} × {tokens} tokens.")
+    try:
+        yield LlamaContext(pointer, vocabulary)
+    finally:
+        llama_cpp.llama_free(pointer)
+
+
+@contextmanager
+def llama_model(path: Path, *, gpu: bool = False) -> Iterator[Any]:
+    """Load a GGUF file as a model of the library. Raises ModelLoadError where llama.cpp cannot."""
+    import llama_cpp
+
     options = llama_cpp.llama_model_default_params()
-    options.n_gpu_layers = 0 if task.device == "cpu" else -1
+    options.n_gpu_layers = -1 if gpu else 0
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(bytes(path), options)
     if model is None:
         raise ModelLoadError(f"llama.cpp cannot load {path}.")
     try:
-        yield LlamaCppPeer(model, task)
+        yield model
     finally:
         llama_cpp.llama_model_free(model)
+
+
+@contextmanager
+def start_llama_cpp(task: Task, *, quantization: str | None) -> Iterator[LlamaCppPeer]:
+    """Load the task's model, from a GGUF file that is written where it is not there yet."""
+    path = llama_file(Path(task.model), Path(task.folder), quantization)
+    with llama_model(path, gpu=task.device != "cpu") as model:
+        yield LlamaCppPeer(model, task)
 
 
 for _name, _quantization in QUANTIZATIONS.items():

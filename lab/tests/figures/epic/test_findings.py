@@ -87,7 +87,7 @@ def answered(
     example: str, text: str, task: str = "t"
 ) -> tuple[Question, tuple[ExampleAnswer, ...]]:
     asked = Question(example, "toy", task, ("p",), "q", ("right",), metric="exact_match")
-    return asked, (ExampleAnswer(asked.digest, "naive", 1, 1, 1.0, 0.0, text),)
+    return asked, (ExampleAnswer(asked.digest, "naive", 1, 1, 1.0, 0.0, text, 1.0, 0.0),)
 
 
 def test_cuts_are_compared_on_the_same_examples() -> None:

@@ -1,0 +1,94 @@
+"""Is the process that a system runs in: ``python -m kvlinker_lab.contention.worker measure TASK``
+writes what was measured, and ``answer`` in place of ``measure`` answers all the time. A task is
+JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+from kvlinker.quality.bench.harness.measurement import seconds_of
+from kvlinker_lab.contention.disturbances import (
+    Disturbance,
+    arriving,
+    beside,
+    creating,
+    join,
+    undisturbed,
+)
+from kvlinker_lab.contention.systems import System, Task, running, running_llm, seconds_per_token
+
+STREAMS = 2
+"""Requests that are answered at once all the time: while one is prefilled, another decodes."""
+
+
+def measure(task: Task) -> dict[str, dict[str, float]]:
+    """Return the medians of the measurements in milliseconds, by disturbance and name."""
+    if task.group is not None:
+        join(Path(task.group))
+    with running(task) as system:
+        usual = {name: _warm_up(measured) for name, measured in system.measurements.items()}
+        known = _disturbances(task, system)
+        order = [(disturbance, name) for disturbance in task.disturbances for name in usual]
+        taken = defaultdict[tuple[str, str], list[float]](list)
+        for _ in range(task.repeat):
+            for disturbance, name in order:
+                with known[disturbance](usual[name]):
+                    taken[disturbance, name].append(system.measurements[name]())
+            order.reverse()  # so that none always follows the same one
+    return {
+        disturbance: {name: 1e3 * median(taken[disturbance, name]) for name in usual}
+        for disturbance in task.disturbances
+    }
+
+
+def _warm_up(measurement: Callable[[], float]) -> float:
+    """Return the seconds that a measurement takes undisturbed, all that it does included."""
+    measurement()
+    return seconds_of(measurement)()
+
+
+def _disturbances(task: Task, system: System) -> Mapping[str, Disturbance]:
+    known = {
+        "idle": undisturbed,
+        "quota": undisturbed,  # but by the control group, which limits the process all the time
+        "busy": beside(task.busy),
+        "arriving": arriving(task.busy),
+        "another": beside(task.another),
+    }
+    if system.create_chunk is not None:
+        known["creating"] = creating(system.create_chunk)
+    return known
+
+
+def answer(task: Task) -> None:
+    """Prefill and decode all the time, once a line is written."""
+    with running_llm(task) as (llm, prompt), ThreadPoolExecutor(STREAMS) as threads:
+        seconds_per_token(llm.engine, prompt, "full")
+        print("ready", flush=True)
+
+        def stream() -> None:
+            while True:
+                seconds_per_token(llm.engine, prompt, "full")
+
+        for future in [threads.submit(stream) for _ in range(STREAMS)]:
+            future.result()
+
+
+def main() -> None:
+    """Read the task, and do what is asked."""
+    do, text = sys.argv[1:]
+    task = Task(**json.loads(text))
+    if do == "answer":
+        answer(task)
+    else:
+        print(json.dumps(measure(task)))
+
+
+if __name__ == "__main__":
+    main()
