@@ -50,7 +50,7 @@ class ChatKVLinker(BaseChatOpenAI):
     policy: str | None = None
     """The linking policy, such as ``legolink-16``; the server's own by default."""
 
-    implicit: Literal["auto", "marked", "off"] | None = None
+    implicit: Literal["structure", "auto", "marked", "off"] | None = None
     """The texts that become chunks without an id; the server's own setting by default."""
 
     @property
