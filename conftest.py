@@ -48,13 +48,15 @@ WHOLE = (
     "tests/engines/gpu",
     "tests/fleet",
     "tests/quality",
+    "tests/real_models",
     "tests/service/audit",
     "tests/store/tiers/test_object_tier.py",
     "tests/store/tiers/test_remote_faults.py",
 )
 """Folders and files of tests that are all beyond the core, by which it keeps its budget: of the
-laboratory, of measurements, of GPUs, whose kernels are interpreted here, of fleets, of quantised
-weights, of what only agents use, and of parts whose results the core's tests compare as a whole."""
+laboratory, of measurements, of real models, of GPUs, whose kernels are interpreted here, of fleets,
+of quantised weights, of what only agents use, and of parts whose results the core's tests compare
+as a whole."""
 
 CORE = "not (matrix or whole)"
 """What ``-m`` says for ``--core``."""

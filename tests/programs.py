@@ -18,8 +18,10 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 README_EXAMPLES: list[tuple[str, str]] = re.findall(
     r"```python\n(.*?)```.*?```\n(.*?)```", README, re.DOTALL
 )
-"""Program, and what it prints, as the README shows it: the first one speaks to a server at
-``README_URL``."""
+"""Programs, and what each prints, as the README shows them."""
+README_APPLICATION, README_CLIENT, README_LIBRARY = README_EXAMPLES
+"""An application that knows nothing of kvlinker, a client that names context caches, which both
+speak to a server at ``README_URL``, and a use of the library."""
 README_URL = "http://localhost:8000"
 
 

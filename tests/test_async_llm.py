@@ -249,6 +249,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "policies",
         "token_ids",
         "tail_of",
+        "token_bytes",
         "token_text",
         "decode_ids",
         "text_of",

@@ -24,7 +24,7 @@ def _one_model() -> Iterator[None]:
     """The model in the box is loaded once for all."""
     loaded = load_model(load_settings())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvlinker.service.startup.load_model", lambda _: loaded)
+        patch.setattr("kvlinker.service.startup.load_model", lambda *_: loaded)
         yield
 
 
@@ -119,9 +119,9 @@ def test_frameworks_reuse_documents(
     name: str, package: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They join their documents into one string, in three orders: the second brings chunks, and the
-    third has them."""
+    third has them, under a policy that waits for no idle time."""
     pytest.importorskip(package)
-    settings = load_settings(implicit="auto", implicit_ahead="off")
+    settings = load_settings(implicit="auto", implicit_ahead="off", policy="query-5-sensitive")
     with serving(LLM.from_settings(settings), settings) as served:
         text = printed_by(f"{name}.py", capsys, served.url)
     first, second, third = re.findall(r"(\d+) prompt tokens, (\d+) of them cached", text)

@@ -60,6 +60,29 @@ def test_the_router_needs_no_torch() -> None:
     assert not {"torch", "transformers", "kvlinker.llm"} & set(run.stdout.split())
 
 
+SERVING = """
+import sys
+import kvlinker.cli, kvlinker.engines.embedded, kvlinker.doors.serving, kvlinker.llm
+heavy = "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"
+print(*(name for name in heavy if name in sys.modules), "loaded")
+import torch
+from transformers.masking_utils import TransformGetItemToIndex
+with TransformGetItemToIndex():
+    print(torch.compile.__module__, torch._dynamo.__file__, torch.distributed.is_available())
+"""
+
+
+@pytest.mark.whole
+def test_a_server_imports_no_compiler() -> None:
+    """It takes as long as all the rest, and is there for code that asks for it."""
+    run = subprocess.run(
+        [sys.executable, "-c", SERVING], capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded, compiler = run.stdout.splitlines()
+    assert loaded == " loaded"
+    assert "_dynamo/__init__.py" in compiler
+
+
 EMBEDDED = """
 import sys
 import kvlinker.cli, kvlinker.llm, kvlinker.engines.embedded.model_loading

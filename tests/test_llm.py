@@ -159,11 +159,11 @@ def test_full_answers_as_if_the_text_had_been_written_out(make_llm):
 
 
 def test_everything_survives_a_restart(make_llm):
-    first = make_llm()
+    first = make_llm(policy="query-5-sensitive")
     caches = first.generate_context_cache(TEXTS)
     before = ask(first, caches)
     first.close()
-    second = make_llm()
+    second = make_llm(policy="query-5-sensitive")
     assert second.caches.get(caches[0].id, tenant="default") == caches[0]
     assert second.caches.tier(caches[0]) == "disk"
     after = ask(second, [{"type": "context_cache", "id": cache.id} for cache in caches])
@@ -173,7 +173,7 @@ def test_everything_survives_a_restart(make_llm):
 
 
 def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
-    llm = make_llm(host_memory=0)
+    llm = make_llm(host_memory=0, policy="query-5-sensitive")
     caches = llm.generate_context_cache(TEXTS)
     before = ask(llm, caches)
     llm.store.flush()

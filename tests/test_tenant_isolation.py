@@ -56,13 +56,14 @@ MakeLLM = Callable[..., LLM]
 
 @pytest.fixture
 def make_llm(tmp_path: Path) -> Iterator[MakeLLM]:
-    """Makes servers' LLMs with everything on that keeps KV, but for variants: those are made while
-    the engine is idle, so that answers would depend on when that is. The pool is small, so that
-    prefixes are spilled."""
+    """Makes servers' LLMs with everything on that keeps KV, but for variants and later places:
+    those are made while the engine is idle, so that answers would depend on when that is. The pool
+    is small, so that prefixes are spilled."""
     made: list[LLM] = []
 
     def make(name: str, **options: Any) -> LLM:
         defaults = {
+            "policy": "query-5-sensitive",
             "prefix_cache": "on",
             "kv_slots": 2048,
             "audit": 1,
@@ -70,7 +71,7 @@ def make_llm(tmp_path: Path) -> Iterator[MakeLLM]:
             "implicit_ttl": 600,
         }
         settings = tiny_settings(tmp_path / name, **(defaults | {"max_variants": 0} | options))
-        made.append(LLM.from_model(tiny_model(), settings))
+        made.append(LLM.from_model(tiny_model(dtype="float32"), settings))
         return made[-1]
 
     yield make

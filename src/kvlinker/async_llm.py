@@ -83,6 +83,7 @@ class AsyncLLM:
         made.llm = llm
         return made
 
+    settle = _in_thread(LLM.settle)
     split = _in_thread(LLM.split)
     split_pieces = _in_thread(LLM.split_pieces)
     score = _awaited(LLM.score, LLM.begin_score)

@@ -13,6 +13,7 @@ from typing import Literal, Self, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
+from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
@@ -70,10 +71,16 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         self._start(engine_source(settings), settings)
 
     @classmethod
-    def from_settings(cls, settings: Settings, *, builders: BuilderClient | None = None) -> Self:
+    def from_settings(
+        cls,
+        settings: Settings,
+        *,
+        builders: BuilderClient | None = None,
+        report: Report = unreported,
+    ) -> Self:
         """Load ``settings.model`` and start. ``builders``, whom servers ask for chunks that they
-        lack, are closed with it."""
-        return cls.from_source(engine_source(settings, builders), settings)
+        lack, are closed with it. ``report`` takes the progress."""
+        return cls.from_source(engine_source(settings, builders, report), settings)
 
     @classmethod
     def from_model(
@@ -251,10 +258,21 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``chat_completion``, and the builder of its answer.
         Raises the errors of that."""
+        known = SamplingFields.__annotations__
+        given = {name: value for name, value in options.items() if name in known}
+        response_format = options.get("response_format")
+        if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
+            if given.get("grammar") is not None:
+                raise InvalidRequestError(
+                    "'response_format' and 'grammar' both ask for a form: give one of them.",
+                    param="response_format",
+                )
+            given["grammar"] = form
         tools = self.request_tools(
             parse_tools(options.get("tools", ())),
             options.get("tool_choice"),
             several=options.get("parallel_tool_calls", True),
+            has_form=given.get("grammar") is not None,
         )
         tenant = options.get("tenant", DEFAULT_TENANT)
         read = self.read_chat(
@@ -266,16 +284,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
             order=options.get("order") or "given",
             tenant=tenant,
         )
-        known = SamplingFields.__annotations__
-        given = {name: value for name, value in options.items() if name in known}
-        response_format = options.get("response_format")
-        if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
-            if given.get("grammar") is not None:
-                raise InvalidRequestError(
-                    "'response_format' and 'grammar' both ask for a form: give one of them.",
-                    param="response_format",
-                )
-            given["grammar"] = form
         reader = partial(tools.reader, read.prompt)
         asked = PreparedRequest(
             {"messages": read},

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlinker.base.threads import compute_serially, in_own_thread, serially
+from kvlinker.base import threads
+from kvlinker.base.threads import (
+    SPINS,
+    SPINS_VARIABLE,
+    WAITING_VARIABLE,
+    compute_serially,
+    in_own_thread,
+    serially,
+    set_threads,
+)
 from tests.waiting import wait_until
 
 TASKS = Path("/proc/self/task")
@@ -138,3 +147,45 @@ def test_a_thread_computes_serially_for_a_while() -> None:
         assert torch.get_num_threads() == 1
         assert other.submit(torch.get_num_threads).result() >= 1
     assert torch.get_num_threads() == before
+
+
+WAIT_AS_COMMANDS_DO = """
+from kvlinker.cli import app
+app(["policies"], standalone_mode=False)
+import torch
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "turns"),
+    [({}, str(SPINS)), ({SPINS_VARIABLE: "17"}, "17"), ({WAITING_VARIABLE: "passive"}, "0")],
+)
+def test_openmp_is_told_how_threads_of_commands_wait(given: dict[str, str], turns: str) -> None:
+    """It tells what it has read when it is loaded."""
+    named = {SPINS_VARIABLE, WAITING_VARIABLE}
+    others = {name: value for name, value in os.environ.items() if name not in named}
+    done = subprocess.run(
+        [sys.executable, "-c", WAIT_AS_COMMANDS_DO],
+        env=others | given | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"{SPINS_VARIABLE} = '{turns}'" in done.stderr
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.0, 0), (1e3, 1)])
+def test_a_program_on_a_busy_machine_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load: float, told: int
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    for name in (SPINS_VARIABLE, WAITING_VARIABLE):
+        monkeypatch.setenv(name, "")  # so that what the test sets does not stay
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    set_threads(None)
+    assert caplog.text.count(f"{SPINS_VARIABLE}={SPINS}") == told
+    threads.bound_spinning()
+    assert os.environ[SPINS_VARIABLE] == str(SPINS)
+    set_threads(None)
+    assert caplog.text.count(f"{SPINS_VARIABLE}={SPINS}") == told

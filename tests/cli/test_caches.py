@@ -7,10 +7,12 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvlinker.base.types.responses import KeptResponse
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ContextCache
@@ -101,7 +103,10 @@ def test_rm(state: Path, stored: tuple[ContextCache, ...]) -> None:
 
 
 def test_rm_all(state: Path, stored: tuple[ContextCache, ...]) -> None:
-    assert caches(state, "rm", "--all").stdout == f"{len(stored)} removed\n"
+    with closing(Catalog(state / "catalog.sqlite")) as catalog:
+        catalog.responses.add(KeptResponse("resp_1", "{}", "[]", {}), "anna", now=0, ttl=9e9)
+    removed = f"{len(stored)} removed\nkept answers: 1 removed\n"
+    assert caches(state, "rm", "--all", "--yes").stdout == removed
     assert len(caches(state, "ls").stdout.splitlines()) == 1
 
 
@@ -109,6 +114,19 @@ def test_rm_unknown(state: Path, stored: tuple[ContextCache, ...]) -> None:
     result = caches(state, "rm", stored[0].id, "cc_unknown")
     assert (result.exit_code, result.stdout) == (1, "1 removed\n")
     assert "cc_unknown" in result.stderr
+
+
+def test_all_are_removed_only_where_somebody_says_yes(
+    stored: tuple[ContextCache, ...], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = caches(state, "rm", "--all")
+    assert (result.exit_code, "would be removed: give --yes, too" in result.stderr) == (2, True)
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("kvlinker.cli.caches.sys", terminal)
+    options = ["caches", "rm", "--all", "--state-dir", str(state)]
+    refused = CliRunner().invoke(app, options, input="n\n")
+    assert refused.exit_code == 1
+    assert len(caches(state, "ls").stdout.splitlines()) == 1 + len(stored)
 
 
 @pytest.mark.parametrize("arguments", [["rm"], ["rm", "--all", "cc_1"]])

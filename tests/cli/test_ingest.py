@@ -21,12 +21,6 @@ from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 runner = CliRunner()
 
 
-def test_the_help_names_the_extra() -> None:
-    """Its brackets are no markup."""
-    shown = " ".join(runner.invoke(app, ["ingest", "--help"]).output.split())
-    assert "'kvlinker[documents]'" in shown
-
-
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """A folder with two texts, and with what is no text."""
@@ -44,7 +38,7 @@ def library(tmp_path: Path) -> Path:
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of ingests in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda *_: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"
@@ -101,6 +95,16 @@ def test_folder(library: Path, state: Path) -> None:
             ]
             assert cache.tokens == line["tokens"]
             assert llm.caches.tier(cache) == "disk"
+
+
+def test_files_that_are_left_out_for_one_reason_are_one_line(library: Path, state: Path) -> None:
+    for number in range(5):
+        (library / f"picture{number}.png").write_bytes(b"\x89PNG\0\0")
+    result = ingest(library)
+    (line,) = [each for each in result.stderr.splitlines() if "it is not text" in each]
+    assert line.startswith(
+        "kvlinker: warning: 6 files (image.png, picture0.png, picture1.png and 3 more) are left out"
+    )
 
 
 def test_text_is_complete(library: Path, state: Path) -> None:
@@ -163,7 +167,7 @@ def test_run_that_was_killed_goes_on(
     """In the midst of a file, with several chunks that were not reached."""
     text = "\n\n".join(f"Paragraph {number} of a longer text." for number in range(12))
     (library / "long.txt").write_text(text)
-    monkeypatch.setattr("kvlinker.cli.documents.ingest.BATCH_TOKENS", 20)
+    monkeypatch.setattr("kvlinker.cli.documents.caching.BATCH_TOKENS", 20)
     arguments = (library / "long.txt", "--method", "paragraph")
     create = LLM.generate_context_cache
     calls = 0
@@ -291,7 +295,7 @@ def test_chunks_of_another_model_are_cached_again(
     library: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ids(ingest(library))
-    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model(head_dim=16))
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda *_: tiny_model(head_dim=16))
     second = ingest(library, "--sync")
     assert [line["new"] for line in lines(second)] == [True, True]
     assert "2 removed" in second.stderr

@@ -53,6 +53,24 @@ def test_every_setting_is_an_option() -> None:
         assert field.description
 
 
+def test_options_are_shown_by_subject_the_common_ones_first() -> None:
+    shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    titles = re.findall(r"─ (\w[\w ]*) ─", shown)
+    assert titles == [
+        *("Options", "Common", "Model and answers", "Linking", "Engine", "Store", "Fleet", "Audit"),
+        "Server",
+    ]
+    assert shown.index("--model ") < shown.index("--port ") < shown.index("--strict ")
+
+
+def test_unknown_commands_suggest(subtests: pytest.Subtests) -> None:
+    for words, near in ((["serv"], "serve"), (["caches", "rmm"], "rm"), (["bench", "tft"], "ttft")):
+        with subtests.test(" ".join(words)):
+            result = runner.invoke(app, words, env={"COLUMNS": "200"})
+            assert result.exit_code == 2
+            assert f"Did you mean '{near}'" in result.output
+
+
 def test_options_reach_the_settings(probe: typer.Typer) -> None:
     arguments = [
         "--port",
@@ -194,6 +212,11 @@ def nap(setup: Setup, *, minutes: int = 20) -> None:
     [
         ("query-5", None, "full naive query-5 legolink-16 attnlink-16 random-15"),
         ("legolink-16", None, "full naive legolink-16 attnlink-16 random-15"),
+        (
+            "row+query-5",
+            None,
+            "full naive row+query-5 row query-5 legolink-16 attnlink-16 random-15",
+        ),
         ("query-5", "naive, legolink-2,naive", "naive legolink-2"),
     ],
 )

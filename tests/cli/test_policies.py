@@ -15,10 +15,10 @@ runner = CliRunner()
 
 
 def test_policies_are_listed() -> None:
-    shown = runner.invoke(app, ["policies"], env={"COLUMNS": "200"}).output
+    shown = runner.invoke(app, ["policies"], env={"COLUMNS": "80"}).output
     for family in known_policies():
         assert family in shown
-    assert "cacheblend-<percent, 0 to 100>[-onestep][-k|v]" in shown
+    assert "cacheblend-auto[-<percent, 0 to 100>][-onestep][-k|v][-d<spread, 0 to 100>]\n" in shown
 
 
 def test_texts_of_policies_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:

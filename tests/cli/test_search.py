@@ -22,7 +22,7 @@ PEOPLE = (
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of commands in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda *_: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"

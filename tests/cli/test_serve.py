@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -13,16 +14,19 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.loading import Loading
 from kvlinker.cli import app
+from kvlinker.cli.loading import shown
 from kvlinker.doors.client import Client
 from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.llm import LLM
-from kvlinker.settings import Settings
+from kvlinker.settings import Settings, load_settings
 from tests.doors.http.serving import tiny_model, tiny_settings
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
@@ -146,3 +150,29 @@ def test_model_that_does_not_exist(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "No model at" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_less_room_than_chunks_may_take_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = import_module("kvlinker.cli.serve")
+    settings = load_settings(state_dir=tmp_path, disk_space="10GiB")
+    for free, warns in ((20 << 30, False), (3 << 30, True)):
+        caplog.clear()
+        monkeypatch.setattr(
+            serving,
+            "shutil",
+            SimpleNamespace(disk_usage=lambda _, free=free: SimpleNamespace(free=free)),
+        )
+        assert serving._free_space(settings, used=1 << 30) == free
+        assert ("has only 3.0GiB free" in caplog.text) == warns
+
+
+def test_a_file_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("kvlinker.cli.loading"), "LINE_SECONDS", 0.01)
+    said = io.StringIO()
+    loading = Loading("models/a")
+    loading.report("checking", 0.25)
+    with shown(loading, Console(file=said)):
+        wait_until(lambda: "\n" in said.getvalue())
+    assert said.getvalue().startswith("Loading models/a: checking, 40%, about ")

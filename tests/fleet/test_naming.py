@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.types.residency import text_name
-from kvlinker.fleet.naming import PromptOutline, outline_of
+from kvlinker.fleet.naming import PromptOutline, outline_of, response_name
 
 ID = {"type": "context_cache", "id": "cc_1"}
 MARKED = {"type": "text", "text": "a text", "cache_control": {"type": "ephemeral"}}
@@ -90,7 +90,8 @@ def test_plain_texts_are_known_by_their_long_lines(body: dict[str, Any]) -> None
     lines = "A first line that is long enough to be known by itself.", SECOND.strip()
     assert names == [text_name(line, "anna") for line in lines]
     assert outline_of(body, "anna").lines == ()
-    assert outline_of(body | {"link": {"implicit": "auto"}}, "anna").lines
+    for implicit in ("auto", "structure"):
+        assert outline_of(body | {"link": {"implicit": implicit}}, "anna").lines
     assert not outline_of(body | {"link": {"implicit": "off"}}, "anna", recognised=True).lines
 
 
@@ -111,3 +112,10 @@ def test_lines_are_not_counted_as_a_conversations_text_again() -> None:
     lines, plain = outline_of(body, "anna", recognised=True), outline_of(body, "anna")
     known = sum(line.tokens for line in lines.lines)
     assert lines.beginnings[0][1] == pytest.approx(plain.beginnings[0][1] - known, abs=1)
+
+
+def test_a_kept_response_is_the_beginning_of_what_goes_on_from_it() -> None:
+    body = {"input": [{"role": "user", "content": "And?"}], "previous_response_id": "resp_1"}
+    ((name, _),) = outline_of(body, "anna").beginnings
+    assert name == response_name("resp_1", "anna")
+    assert name not in (response_name("resp_1", "bert"), response_name("resp_2", "anna"))

@@ -251,6 +251,33 @@ def test_streams_and_other_routes_pass_through(router: httpx.Client) -> None:
     assert router.post(CHAT, content=b"{not json").status_code == 400
 
 
+def test_compressed_bodies_are_routed_by_what_they_hold(router: httpx.Client) -> None:
+    body = gzip.compress(json.dumps(asked()).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    first, again = (router.post(CHAT, content=body, headers=headers) for _ in range(2))
+    assert first.status_code == 200, first.text
+    assert replica(first) == replica(again) == replica(router.post(CHAT, json=asked()))
+    assert router.post(CHAT, content=b"?", headers=headers).status_code == 400
+    bomb = gzip.compress(b" " * (LEAST_PROMPT_BODY_BYTES + 1))
+    assert router.post(CHAT, content=bomb, headers=headers).status_code == 413
+    other = router.post(CHAT, content=body, headers=headers | {"Content-Encoding": "br"})
+    assert other.status_code == 415
+    assert "gzip" in other.headers["accept-encoding"]
+
+
+def test_router_and_server_log_one_id(
+    router: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "kvlinker"):
+        new = router.post(CHAT, json=asked(stream=True))
+        kept = router.post(CHAT, json=asked(stream=True), headers={"X-Request-Id": "mine"})
+        ids = [each for answer in (new, kept) for each in answer.headers.get_list("x-request-id")]
+        words = [f"id={each}" for each in ids]
+        wait_until(lambda: all(sum(w in m for m in caplog.messages) == 2 for w in words))
+    assert len(ids) == 2
+    assert ids[1] == "mine"
+
+
 def test_a_client_that_leaves_ends_its_request(router: httpx.Client, servers: list[Served]) -> None:
     reasons: list[str] = []
     for server in servers:
@@ -545,3 +572,27 @@ def test_keys_are_checked_at_the_router_and_passed_on(tmp_path: Path) -> None:
         malformed = client.post("/v1/residency/preload", json={"chunks": ["x"]}, headers=root)
         assert malformed.status_code == 400
         wait_until(lambda: client.get("/status", headers=mine).json()["replicas"][0]["epoch"])
+
+
+def test_kept_answers_are_found_at_any_server_and_go_on_where_they_were_given(
+    router: httpx.Client,
+) -> None:
+    """Where all else is equal, chance decides."""
+    least: dict[str, Any] = {"input": "Hi", "max_output_tokens": 1}
+    for stream in (False, True):
+        answer = router.post("/v1/responses", json=least | {"stream": stream})
+        found = re.search(r'"id":"(resp_[^"]+)"', answer.text)
+        assert found
+        path, more = f"/v1/responses/{found[1]}", least | {"previous_response_id": found[1]}
+        went = [router.post("/v1/responses", json=more) for _ in range(4)]
+        assert {each.status_code for each in went} == {200}
+        assert {each.headers["x-kvlinker-replica"] for each in went} == {
+            answer.headers["x-kvlinker-replica"]
+        }
+        read: set[str] = set()
+        while len(read) < 2:
+            told = router.get(path)
+            assert told.json()["id"] == found[1]
+            read.add(told.headers["x-kvlinker-replica"])
+    assert router.delete(path).json()["deleted"]
+    assert router.get(path).status_code == 404

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.types.chunk_scores import ContextChunk, Contextualization
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking import NoVariants, Variant, parse_policy
+from kvlinker.linking import EmptyLibrary, Variant, parse_policy
 from kvlinker.linking.policies.cachecraft import fix_overhead
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 
@@ -25,6 +25,9 @@ class Shelf:
     def variants(self, chunk):
         self.asked += 1
         return [v for v in self.known if v.chunk.tokens == chunk.tokens and v.chunk != chunk]
+
+    def has(self, chunk):
+        return chunk in [v.chunk for v in self.known]
 
 
 @st.composite
@@ -150,4 +153,4 @@ def test_without_variants_nothing_changes(case, policy):
     prompt, _ = case
     if policy == "set-prefix" and not prompt.segments[0].tokens:
         policy = "prefix"  # a chunk that was computed alone may come to the start
-    assert parse_policy(policy).arrange(prompt, NoVariants()) == prompt
+    assert parse_policy(policy).arrange(prompt, EmptyLibrary()) == prompt

@@ -308,3 +308,21 @@ class Curious(Policy):
 def test_looking_at_what_was_not_declared_says_so(at, what):
     with pytest.raises(KVLinkerError, match=f"{what}.* must say that it needs"):
         Link.begin(chunk_prompt(5), Curious(at))
+
+
+def test_what_was_computed_in_just_this_sequence_is_not_fetched():
+    """Its scores are asked for only where the policy cannot do without any."""
+    prompt = chunk_prompt(4, 4, header=2)
+    reused = ReusedPrefix(6, np.arange(6))
+    link = begin("query-20-sensitive", prompt, reuse=lambda prompt, policy: reused)
+    assert link.chunks == prompt.chunks[1:]
+    scores = scores_of(prompt)[1:]
+    told = link.with_scores(scores)
+    assert told.evidence.scores(0) is None
+    assert told.evidence.scores(1) is scores[0]
+    assert [entry for _, entry in told.placed(["second"])] == ["second"]
+    partly = ReusedPrefix(6, np.arange(5))
+    link = begin("query-20-sensitive", prompt, reuse=lambda prompt, policy: partly)
+    assert link.chunks == prompt.chunks
+    link = begin("h2o-20", prompt, reuse=lambda prompt, policy: reused)
+    assert link.chunks == prompt.chunks

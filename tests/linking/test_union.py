@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from kvlinker.base.errors import PolicyError
-from kvlinker.linking import Evidence, Needs, NoVariants, Policy, make_plan, parse_policy
+from kvlinker.linking import EmptyLibrary, Evidence, Needs, Policy, make_plan, parse_policy
 from kvlinker.linking.registry import MOST_PARTS
 from kvlinker.linking.union import Union
 from tests.linking.test_policies import NOTHING, chunk_prompt, select, selected
@@ -122,6 +122,6 @@ class Arranging(Policy):
 def test_parts_arrange_one_after_the_other():
     prompt = chunk_prompt(3, 4)
     first, second = Arranging([]), Arranging([prompt])
-    assert Union((first, second)).arrange(prompt, NoVariants()).chunks == prompt.chunks
+    assert Union((first, second)).arrange(prompt, EmptyLibrary()).chunks == prompt.chunks
     assert first.seen == [prompt]
     assert second.seen[1].chunks == prompt.chunks[::-1]

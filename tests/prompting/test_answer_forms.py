@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvlinker.base.types.answers import AnswerParts
 from kvlinker.prompting.answer_forms import answer_forms, form_for
+from kvlinker.prompting.answer_forms.calls import CallForm
 from kvlinker.prompting.answer_forms.form import AnswerForm
-from kvlinker.prompting.answer_forms.reader import ID_LENGTH
+from kvlinker.prompting.answer_forms.reader import ID_LENGTH, LONGEST_HEAD
 from kvlinker.prompting.answer_forms.template_reader import TemplateReader
 from tests.toy_tokenizers import byte_level
 
@@ -214,7 +215,7 @@ def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() ->
 @sizes
 def test_pieces_are_in_order(size: int) -> None:
     reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
-    text = f"See.{HERMES}\nThen{HERMES}"
+    text = f"See.{HERMES}\nThen<tool_call>\n{NOW}\n</tool_call>"
     pieces = [
         piece
         for start in range(0, len(text), size)
@@ -352,6 +353,117 @@ RESPONSE_TEMPLATE = {
 }
 
 
+BARE = f'{{"name": "get_weather", "arguments": {ROME}}}'
+INDENTED = json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)
+
+
+def test_bare_calls_are_told(subtests: pytest.Subtests) -> None:
+    one = [("get_weather", json.loads(ROME))]
+    cases = {
+        BARE: ("", one),
+        INDENTED: ("", one),
+        f"```json\n{INDENTED}\n```": ("", one),
+        f"```\n{BARE}\n```\n": ("", one),
+        f"So:\n\n```json\n{BARE}\n```": ("So:", one),
+        f"So:\n  {BARE}": ("So:", one),
+        f"{BARE}\n{NOW}\n": ("", [*one, ("get_time", {})]),
+        f"```json\n{BARE}\n```\n```json\n{NOW}\n```": ("", [*one, ("get_time", {})]),
+    }
+    for (text, told), size in product(cases.items(), SIZES):
+        with subtests.test(text, size=size):
+            content, reasoning, calls = read("qwen3", text, size=size)
+            assert (content, reasoning, calls) == (told[0], "", told[1])
+
+
+def test_other_json_is_text(subtests: pytest.Subtests) -> None:
+    texts = (
+        '{"name": "get_weather", "price": 3}',
+        '{"name": "get_weather", "arguments": "none"}',
+        '{"name": "get_news", "arguments": {}}',
+        '```json\n{"name": "Anna", "arguments": {"age": 3}}\n```',
+        '{"arguments": {}, "name": "get_time"}',
+        f"It is {BARE}",
+        f"[{BARE}]",
+        f"```python\n{BARE}\n```".replace("\n{", " {"),
+        "```json\n{\n" + " " * LONGEST_HEAD + BARE[1:],
+    )
+    for text, size, cut in product(texts, SIZES, (False, True)):
+        with subtests.test(text[:40], size=size, cut=cut):
+            assert read("qwen3", text, size=size, cut=cut) == (text, "", [])
+
+
+def test_bare_calls_belong_to_templates_that_show_them() -> None:
+    calls = form_for(TEMPLATES["qwen3"])["calls"]
+    shown = '<|im_start|> tools <tool_call>\\n{\\"name\\": NAME, \\"arguments\\": ARGUMENTS}'
+    assert CallForm.of(calls, shown).bare
+    assert CallForm.of(calls, "").bare, "kvlinker's own section shows it"
+    assert CallForm.of(calls, "tools <tool_call><function=NAME> arguments").bare is None
+    assert CallForm.of(form_for(TEMPLATES["mistral_args"])["calls"], "").bare is None
+
+
+def test_text_is_held_back_only_while_it_may_be_a_bare_call() -> None:
+    reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    told = [("".join(piece.text for piece in reader.feed(each))) for each in ('{"na', 'me": "A')]
+    assert told == ["", '{"name": "A']
+    reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    pieces = reader.feed('```json\n{"name": "get_weather", "arguments": {"ci')
+    assert [(piece.kind, piece.text) for piece in pieces] == [
+        ("call", "get_weather"),
+        ("arguments", '{"ci'),
+    ]
+
+
+def over(
+    name: str, text: str, size: int, *, only_calls: bool = False, most: int | None = None
+) -> tuple[list[str], str, bool]:
+    """Names of the calls of an answer, what is told apart from them, and whether it is over."""
+    reader = way(name).reader(TAILS[name], TOOLS, only_calls=only_calls, most_calls=most)
+    pieces: list[Any] = []
+    for start in range(0, len(text), size):
+        pieces += reader.feed(text[start : start + size])
+    said = AnswerParts.of([*pieces, *reader.finish(cut=False)])
+    assert said.calls_complete
+    return [call.name for call in said.calls], said.content, reader.is_over
+
+
+def test_a_repeated_call_ends_the_answer(subtests: pytest.Subtests) -> None:
+    spaced = HERMES.replace('", "days"', '",\n  "days"')
+    other = HERMES.replace('"days": 2', '"days": 3')
+    for size, only_calls in product(SIZES, (False, True)):
+        with subtests.test(size=size, only_calls=only_calls):
+            for again in (HERMES, spaced):
+                text = f"{HERMES}\n{other}\n{again}\nMore"
+                told = over("qwen3", text, size, only_calls=only_calls)
+                assert told == (["get_weather"] * 2, "", True)
+            assert over("qwen3", f"{HERMES}\n{other}", size) == (["get_weather"] * 2, "", False)
+    for size in SIZES:
+        assert over("qwen3", f"{BARE}\n{INDENTED}", size) == (["get_weather"], "", True)
+        twice = TWO_CALLS["mistral"].replace(NOW, f"{NOW}, {NOW}, {NOW}")
+        assert over("mistral", twice, size) == (["get_weather", "get_time"], "", True)
+
+
+def test_a_call_that_may_repeat_another_is_held_back() -> None:
+    reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    reader.feed(HERMES)
+    begun = HERMES.partition("2}")[0]
+    assert reader.feed(f"\n{begun}") == []
+    pieces = reader.feed("3")
+    assert [piece.kind for piece in pieces] == ["call", "arguments"]
+    assert pieces[1].text == f"{ROME.partition('2')[0]}3"
+    assert [piece.text for piece in reader.feed("1")] == ["1"]
+    cut = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    said = AnswerParts.of([*cut.feed(f"{HERMES}\n{begun}"), *cut.finish(cut=True)])
+    assert [call.arguments for call in said.calls] == [ROME, ROME.partition("2")[0]]
+
+
+def test_answers_are_over_after_so_many_calls(subtests: pytest.Subtests) -> None:
+    for size, most in product(SIZES, (1, 2)):
+        with subtests.test(size=size, most=most):
+            told = over("qwen3", f"{TWO_CALLS['qwen3']}\n", size, most=most)
+            assert told == (["get_weather", "get_time"][:most], "", True)
+    assert not over("qwen3", TWO_CALLS["qwen3"], 1, most=3)[2]
+
+
 def test_a_tokenizers_own_response_template_is_followed() -> None:
     own = byte_level(bos=False)
     own.response_template = RESPONSE_TEMPLATE
@@ -366,6 +478,20 @@ def test_a_tokenizers_own_response_template_is_followed() -> None:
         "Hi ",
         [("get_time", "{}")],
     )
+
+
+def test_a_response_templates_calls_end_the_answer_too() -> None:
+    call = '!!{"name": "get_time", "arguments": {}}!!'
+    other = '!!{"name": "get_weather", "arguments": {}}!!'
+    reader = TemplateReader(RESPONSE_TEMPLATE, TOOLS, tail="@")
+    said = AnswerParts.of(reader.feed(call + other))
+    assert len(said.calls) == 2
+    assert not reader.is_over
+    assert reader.feed(f"{call} so{other}") == reader.finish(cut=False) == []
+    assert reader.is_over
+    limited = TemplateReader(RESPONSE_TEMPLATE, TOOLS, tail="@", most_calls=1)
+    assert len(AnswerParts.of(limited.feed(call + other)).calls) == 1
+    assert limited.is_over
 
 
 def test_a_call_that_is_nested_too_deeply_to_be_read_is_text() -> None:

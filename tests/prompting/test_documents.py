@@ -1,17 +1,15 @@
-"""Texts of PDF, HTML, DOCX and EPUB files; those of the converter's own need the extra
-``documents``."""
+"""Texts of PDF, HTML, DOCX and EPUB files, and of others in any encoding."""
 
 from __future__ import annotations
 
 import io
-import sys
 import zipfile
 from itertools import product
 from pathlib import PurePath
 
 import pytest
 
-from kvlinker.prompting.documents import FORMATS, MissingLibraryError, NoTextError, read_document
+from kvlinker.prompting.documents import NoTextError, read_document
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 PACKAGE = "http://schemas.openxmlformats.org/package/2006"
@@ -109,20 +107,32 @@ def text_of(name: str, content: bytes) -> str:
 
 
 def test_html() -> None:
-    pytest.importorskip("markitdown")
     for name in ("page.html", "PAGE.HTM"):
         assert text_of(name, HTML.encode()) == "# Tom Reyes\n\nlives in **Oslo**, Ærø & Lima"
 
 
+def test_pictures_in_a_page_are_no_text() -> None:
+    page = '<p>Tom</p><img src="data:image/png;base64,iVBORw0KGgo="><img alt="Oslo" src="o.png">'
+    assert text_of("page.html", page.encode()) == "Tom\n\n![Oslo](o.png)"
+
+
+def test_elements_in_elements_without_end() -> None:
+    page = f"{'<div>' * 3000}Tom lives in Oslo.{'</div>' * 3000}"
+    assert text_of("page.html", page.encode()) == "Tom lives in Oslo."
+
+
+def test_tables_are_kept() -> None:
+    page = "<table><tr><th>name</th><th>town</th></tr><tr><td>Tom</td><td>Oslo</td></tr></table>"
+    assert text_of("page.html", page.encode()) == "| name | town |\n| --- | --- |\n| Tom | Oslo |"
+
+
 def test_pdf() -> None:
-    pytest.importorskip("markitdown")
     text = text_of("page.pdf", pdf("Tom Reyes lives in Oslo.", "He works as a pilot."))
     assert "Tom Reyes lives in Oslo." in text
     assert "He works as a pilot." in text
 
 
 def test_docx() -> None:
-    pytest.importorskip("markitdown")
     assert (
         text_of("a.docx", docx("Tom Reyes lives in Oslo.", "He flies."))
         == "Tom Reyes lives in Oslo.\n\nHe flies."
@@ -130,7 +140,6 @@ def test_docx() -> None:
 
 
 def test_epub() -> None:
-    pytest.importorskip("markitdown")
     text = text_of(
         "a.epub",
         epub("People", "<h1>One</h1><p>Tom lives in Oslo.</p>", "<h1>Two</h1><p>Mira bakes.</p>"),
@@ -140,7 +149,6 @@ def test_epub() -> None:
 
 def test_damaged(subtests: pytest.Subtests) -> None:
     """Never taken for text, whatever is in it."""
-    pytest.importorskip("markitdown")
     contents = (b"", b"PK\3\4 and no more", b"%PDF-1.4 and no more", "Tom Reyes".encode("utf-16"))
     for suffix, content in product((".pdf", ".docx", ".epub"), contents):
         with (
@@ -155,22 +163,8 @@ def test_damaged(subtests: pytest.Subtests) -> None:
 
 def test_pages_without_text() -> None:
     """As scans have them."""
-    pytest.importorskip("markitdown")
     with pytest.raises(NoTextError, match="there is no text in it"):
         text_of("scan.pdf", pdf())
-
-
-def test_without_the_converter(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
-    monkeypatch.setitem(sys.modules, "markitdown", None)
-    for suffix in FORMATS:
-        with (
-            subtests.test(suffix),
-            pytest.raises(
-                MissingLibraryError,
-                match=rf"{suffix} files need .* pip install 'kvlinker\[documents\]'",
-            ),
-        ):
-            text_of(f"a{suffix}", b"content")
 
 
 @pytest.mark.parametrize(

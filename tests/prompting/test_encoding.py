@@ -1,3 +1,4 @@
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.prompting import encoding
 from kvlinker.prompting.encoding import TextEncoder, require_unicode
 from tests.properties import examples
 from tests.toy_tokenizers import byte_level, metaspace, unigram, word_level
@@ -199,3 +201,21 @@ def test_lone_surrogates_are_refused(text: str) -> None:
 
 def test_all_other_unicode_passes() -> None:
     require_unicode("\0\uffff\U0010ffff😀", param="prompt")
+
+
+def test_copies_share_the_vocabulary_and_nothing_else() -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<one>"]})
+    tokenizer.add_tokens(["plain"])
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    made = encoding._copy(backend)
+    assert made.to_str() == backend.to_str()
+    backend.enable_truncation(1)
+    made.normalizer = None
+    assert made.truncation is None
+    assert (
+        made.encode("<one> and plain").tokens
+        == copy.deepcopy(made).encode("<one> and plain").tokens
+    )

@@ -1,9 +1,12 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvlinker.base.events import Events
-from kvlinker.service.startup import engine_source, open_state
+from kvlinker.service.startup import engine_source
+from kvlinker.service.state import open_state
 from kvlinker.settings import load_settings
 from kvlinker.store import StoreError
 
@@ -22,3 +25,13 @@ def test_an_unusable_catalog_is_told_before_a_model_is_loaded(tmp_path: Path) ->
     settings = load_settings(state_dir=str(tmp_path), model=str(tmp_path / "no model"))
     with pytest.raises(StoreError, match=r"catalog\.sqlite"):
         engine_source(settings)
+
+
+def test_commands_that_read_caches_import_no_engine() -> None:
+    program = "import sys, kvlinker.service.state; print(*(n for n in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "kvlinker.store" in loaded
+    assert not {"transformers", "kvlinker.engines.embedded"} & loaded

@@ -18,6 +18,8 @@ FULL = parse_policy("full")
 class Calls:
     """Reads an answer that is the names of tools."""
 
+    is_over = False
+
     def feed(self, text: str) -> list[AnswerPiece]:
         names = text.split()
         return [AnswerPiece("call", name, f"call_{name}") for name in names]

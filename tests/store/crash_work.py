@@ -129,6 +129,9 @@ class NumberEngine:
         done.set_result(len(chunk))
         return done
 
+    def expect_together(self, chunks: Sequence[Chunk], *, tenant: str) -> None:
+        """Compute nothing more of them."""
+
     def kv_bytes(self, tokens: int) -> int:
         return tokens * self.kv_bytes_per_token
 

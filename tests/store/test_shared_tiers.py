@@ -131,7 +131,7 @@ def test_commands_see_the_shared_tier_and_leave_others_chunks_alone(
     assert row.split()[0] == mine.id
     assert row.split()[5] == name
     assert f"{name}: 2 checked, 0 damaged" in run("check", "--repair")
-    run("rm", "--all")
+    run("rm", "--all", "--yes")
     third = make_llm()
     assert third.store.tier_of(mine.chunk_key) is None
     assert third.store.tier_of(other.chunk_key) == name

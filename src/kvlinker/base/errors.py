@@ -121,6 +121,14 @@ class ContextLengthError(InvalidRequestError):
 
     code = "context_length_exceeded"
 
+    excess: tuple[int, int] | None = None
+    """The prompt's tokens, and the most that are taken, where they are known."""
+
+    def exceeding(self, tokens: int, most: int) -> Self:
+        """Say how many tokens the prompt has, and how many are taken; return the error."""
+        self.excess = (tokens, most)
+        return self
+
 
 class PolicyError(InvalidRequestError):
     """Unknown linking policy, or a parameter outside its range."""
@@ -177,6 +185,15 @@ class ContextCacheNotFoundError(KVLinkerError):
         self.cache_id = cache_id
 
 
+class ResponseNotFoundError(KVLinkerError):
+    """Unknown, expired or another tenant's response, or one that was not kept, or an item of such:
+    all alike."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "response_not_found"
+
+
 class ContextCacheModelError(InvalidRequestError):
     """The context cache was made with another model, whose tokens would mean something else to this
     one."""
@@ -231,6 +248,17 @@ class EngineClosedError(KVLinkerError):
     status = 503
     code = "engine_closed"
     retry_after = 5
+
+
+class ModelLoadingError(KVLinkerError):
+    """The server still loads its model; it answers after about ``retry_after`` seconds."""
+
+    status = 503
+    code = "model_loading"
+
+    def __init__(self, message: str, *, retry_after: int = 5) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class StoreError(KVLinkerError):

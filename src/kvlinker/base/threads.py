@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,16 +21,49 @@ from typing import ParamSpec, TypeVar
 
 from kvlinker.base import machine
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+SPINS_VARIABLE, WAITING_VARIABLE = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+"""The variables by which GNU's OpenMP decides, when it is loaded, how threads wait for one another:
+after how many turns they sleep, or that they always or never do so at once."""
+
+SPINS = 1000
+"""The turns after which a waiting thread sleeps. By itself OpenMP lets it turn for milliseconds: on
+a machine that also does something else, it turns on the very processor that the thread needs for
+which it waits."""
+
+
+def _waits_without_end() -> bool:
+    """Return whether threads turn for long while they wait: nothing was said when OpenMP was
+    loaded. Other systems' OpenMP is not GNU's."""
+    return sys.platform == "linux" and not {SPINS_VARIABLE, WAITING_VARIABLE} & os.environ.keys()
+
+
+def bound_spinning() -> None:
+    """Have threads that wait for one another sleep after ``SPINS`` turns, unless the environment
+    says something else. Call it before PyTorch is imported: the environment of this process and of
+    those that it starts is changed, which OpenMP reads when it is loaded."""
+    if _waits_without_end():
+        os.environ[SPINS_VARIABLE] = str(SPINS)
 
 
 def set_threads(count: int | None) -> None:
     """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no
     more than there are processors for this process, unless the variable ``OMP_NUM_THREADS`` says
-    how many."""
+    how many. On a busy machine, say what to set where threads wait for one another without end."""
     import torch
 
+    if _waits_without_end() and os.getloadavg()[0] > machine.processors():
+        logger.warning(
+            "This machine does more than it has processors for, and threads that wait for one"
+            " another keep processors busy. Set %s=%d before Python starts: answers come several"
+            " times as fast then. The command kvlinker does it.",
+            SPINS_VARIABLE,
+            SPINS,
+        )
     if count is None and "OMP_NUM_THREADS" not in os.environ:
         count = min(torch.get_num_threads(), machine.processors())
     if count is not None:

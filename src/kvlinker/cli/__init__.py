@@ -15,7 +15,13 @@ class Commands(ModuleGroup):
     """All commands of ``kvlinker``."""
 
     places: ClassVar = {
+        "run": "kvlinker.cli.chat.command:run",
         "serve": "kvlinker.cli.serve:serve",
+        "ps": "kvlinker.cli.servers:ps",
+        "stop": "kvlinker.cli.servers:stop",
+        "pull": "kvlinker.cli.models:pull",
+        "models": "kvlinker.cli.models:models",
+        "service": "kvlinker.cli.service:app",
         "fleet": "kvlinker.cli.fleet:app",
         "router": "kvlinker.cli.router:router",
         "top": "kvlinker.cli.top:top",

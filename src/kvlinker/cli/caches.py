@@ -4,6 +4,7 @@ directory, without a model."""
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,9 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvlinker.base.types.chunks import with_places
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, output_console
 from kvlinker.cli.options import MetadataPairs, parse_pairs, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
+from kvlinker.settings.storage import CATALOG_FILE
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache
@@ -67,8 +70,9 @@ def remove_caches(
     ] = None,
     metadata: MetadataPairs = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Remove the context caches of all tenants.")
+        bool, typer.Option("--all", help="Remove all tenants' context caches and kept answers.")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
 ) -> None:
     """Remove context caches of any tenant, with the KV that no other holds."""
     if bool(ids) + bool(metadata) + everything != 1:
@@ -78,11 +82,15 @@ def remove_caches(
         known = {cache.id: cache for cache in _all(catalog, pairs)}
         wanted = list(dict.fromkeys(ids)) if ids else list(known)
         missing = [cache_id for cache_id in wanted if cache_id not in known]
+        if everything and not yes:
+            _confirm(len(wanted), settings.state_dir)
         for cache_id in wanted:
             if cache_id in known:
                 for key in catalog.delete(cache_id, known[cache_id].tenant, time.time()):
                     store.delete(key)
         typer.echo(f"{len(wanted) - len(missing)} removed")
+        if everything and (answers := catalog.responses.delete_all()):
+            typer.echo(f"kept answers: {answers} removed")
         if missing:
             raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
 
@@ -126,7 +134,9 @@ def show_usage(settings: Settings) -> None:
         for tenant in catalog.tenants():
             kept = catalog.usage(tenant)
             usages = [
-                tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers
+                tier
+                for tier in store.usage_of(with_places(catalog.keys_of(tenant)))
+                if tier.name in tiers
             ]
             used = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
             pinned = catalog.pinned_bytes(tenant)
@@ -169,7 +179,7 @@ def check_caches(
             damaged += len(tier.damaged)
         left = store.left_keys()  # before the catalog is read: what is entered now is no orphan
         held = catalog.chunk_keys().keys()
-        orphans = sorted(left - held)
+        orphans = sorted(left - with_places(held))
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -184,6 +194,38 @@ def check_caches(
         typer.echo(f"{len(orphans)} orphans")
         if faults or damaged or orphans or unreachable:
             raise typer.Exit(FAILURE)
+
+
+@app.command("import")
+@settings_options(*_SETTINGS)
+def import_caches(
+    settings: Settings,
+    place: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, help="A state directory, or its catalog's file.", metavar="PLACE"
+        ),
+    ],
+) -> None:
+    """Add the context caches of another state directory, also of one that another version wrote:
+    with their ids, owners, names and metadata.
+
+    KV is computed again when it is used. What cannot be read is left out, and counted.
+    """
+    from kvlinker.base.events import Events
+    from kvlinker.service.state import open_state
+
+    source = place / CATALOG_FILE if place.is_dir() else place
+    if not source.is_file():
+        raise fail(f"there is no {source}", FAILURE)
+    with failures():
+        catalog, store = open_state(settings, Events(), host_bytes=0)
+        with closing(catalog), closing(store):
+            imported = catalog.import_from(source)
+    typer.echo(
+        f"{imported.added} imported; {imported.present} were here or have expired;"
+        f" {imported.unreadable} could not be read"
+    )
 
 
 @app.command("rekey")
@@ -237,12 +279,21 @@ def rekey_caches(
         )
 
 
+def _confirm(count: int, state_dir: Path) -> None:
+    """Ask before everything is removed. Ends the command at another answer than yes, and where
+    nobody can answer."""
+    if not sys.stdin.isatty():
+        raise fail(f"{count:,} context caches would be removed: give --yes, too", BAD_USAGE)
+    what = f"{count:,} context caches, and kept answers"
+    typer.confirm(f"Remove all {what} of {state_dir}?", abort=True)
+
+
 @contextmanager
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Open the catalog and the store of a state directory; the command ends where nothing is stored
     there."""
     from kvlinker.base.events import Events
-    from kvlinker.service.startup import open_state
+    from kvlinker.service.state import open_state
 
     _refuse_if_empty(settings)
     with failures():

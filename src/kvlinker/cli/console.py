@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BAD_USAGE = 2
 FAILURE = 1
 ENGINE_FAILED = 3
+INTERRUPTED = 130
 
 UNLIMITED_WIDTH = 10_000
 """The columns of output that is no terminal: lines are not broken."""

@@ -15,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvlinker.base import machine
+from kvlinker.base.installing import install_command
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, output_console
 from kvlinker.cli.options import settings_options
+from kvlinker.cli.running import announced
 from kvlinker.doors.client import Client
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.engines.contract.model_place import check_model
@@ -25,8 +27,6 @@ from kvlinker.fleet.ray_serve.options import FleetOptions, check, key_of_fleet, 
 from kvlinker.settings import Settings
 
 app = typer.Typer(help="Serve a model by several replicas as by one server, on Ray Serve.")
-
-EXTRA = "kvlinker[fleet]"
 
 _POLL_SECONDS = 0.1
 
@@ -91,7 +91,7 @@ def fleet(
     if replicas is not None and (min_replicas is not None or max_replicas is not None):
         raise fail("--replicas is a number that stays: leave out the others", BAD_USAGE)
     if find_spec("ray") is None:
-        raise fail(f"kvlinker fleet needs Ray: pip install '{EXTRA}'", BAD_USAGE)
+        raise fail(f"kvlinker fleet needs Ray: {install_command('fleet')}", BAD_USAGE)
     if replicas is min_replicas is max_replicas is None:
         replicas = 2
     given: dict[str, Any] = {
@@ -139,8 +139,9 @@ def _serve_here(settings: Settings, options: FleetOptions) -> None:
             told: list[int] = []
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda number, _: told.append(number))
-            while not told:
-                time.sleep(_POLL_SECONDS)
+            with announced(settings, url=url, model=settings.served_name):
+                while not told:
+                    time.sleep(_POLL_SECONDS)
             remove(settings.drain_timeout, at_once=lambda: len(told) > 1)
 
 

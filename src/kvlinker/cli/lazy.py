@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvlinker.base.threads import bound_spinning
+
 
 class LazyGroup(TyperGroup):
     """Lists commands by name and summary, and loads the one that runs."""
@@ -33,7 +35,9 @@ class LazyGroup(TyperGroup):
         """Return one of the commands that ``summaries`` names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command to be run."""
+        """Return the command to be run. Its import may load PyTorch, whose threads are told before
+        how to wait for one another."""
+        bound_spinning()
         name, command, rest = super().resolve_command(ctx, args)
         return (
             name,

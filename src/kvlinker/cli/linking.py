@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvlinker.cli.bench.common import MODEL_OPTIONS
-from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display
+from kvlinker.cli.console import (
+    BAD_USAGE,
+    FAILURE,
+    fail,
+    failures,
+    progress_display,
+)
 from kvlinker.cli.options import settings_options
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from kvlinker.linking import Policy
+
+INDENTED = (0, 0, 0, 4)
+"""What is written of a policy under its name: four columns to the right."""
 
 
 def check(
@@ -131,7 +140,7 @@ def policies(
     """List the linking policies: how each is written, what it does, what its parameters may be, and
     what the engine cannot follow."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
     from kvlinker import linking
@@ -140,14 +149,15 @@ def policies(
     if as_json:
         typer.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
-    table = Table("policy", "what it recomputes", "parameters", show_lines=True)
+    console = Console(highlight=False)
     for policy in described:
-        parameters = "\n".join(f"{row['name']}: {_allowed(row)}" for row in policy["parameters"])
-        does = Text(policy["description"])
+        console.print(Text(policy["usage"], "bold"), soft_wrap=True)
+        console.print(Padding(Text(policy["description"]), INDENTED))
         if policy["restriction"]:
-            does.append(f"\n{policy['restriction']}", "yellow")
-        table.add_row(Text(policy["usage"]), does, Text(parameters))
-    Console().print(table)
+            console.print(Padding(Text(policy["restriction"], "yellow"), INDENTED))
+        for row in policy["parameters"]:
+            console.print(Padding(Text(f"{row['name']}: {_allowed(row)}", "dim"), INDENTED))
+        console.print()
     typer.echo(
         "Policies are joined with +, as in query-5+legolink-4. A token is recomputed if any of"
         " them selects it."

@@ -16,6 +16,13 @@ from rich.markup import escape
 
 from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, read_settings
+from kvlinker.settings.audit import AuditSettings
+from kvlinker.settings.engine import EngineSettings
+from kvlinker.settings.fleet import FleetSettings
+from kvlinker.settings.linking import LinkingSettings
+from kvlinker.settings.model import ModelSettings
+from kvlinker.settings.server import ServerSettings
+from kvlinker.settings.storage import StorageSettings
 
 Command = Callable[..., None]
 
@@ -24,7 +31,13 @@ _CONFIG = Annotated[
     typer.Option(help="TOML file with settings.", exists=True, dir_okay=False, show_default=False),
 ]
 
-Url = Annotated[str | None, typer.Option(help="A running server; without, the work is done here.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="A running server; by default that which runs on the state directory, or none: then"
+        " the work is done here."
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Whose context caches.")
 ]
@@ -69,7 +82,7 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
             for p in list(signature(command).parameters.values())[1:]
         ]
         options = [
-            *(_option(name, field) for name, field in fields.items()),
+            *(_option(name, fields[name]) for name in sorted(fields, key=_order)),
             _parameter("config", _CONFIG),
         ]
         parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *options)]
@@ -91,6 +104,34 @@ _METAVARS: dict[Any, str | None] = {
 }
 
 
+COMMON = (
+    *("model", "port", "state_dir", "policy", "implicit", "system_prompt", "weights", "threads"),
+    *("host", "api_keys"),
+)
+"""The settings that most users give, in the order in which --help shows them, before all others."""
+
+_PANELS = {
+    ModelSettings: "Model and answers",
+    LinkingSettings: "Linking",
+    EngineSettings: "Engine",
+    StorageSettings: "Store",
+    FleetSettings: "Fleet",
+    AuditSettings: "Audit",
+    ServerSettings: "Server",
+}
+
+
+def _panel(name: str) -> str:
+    """Return the heading under which --help shows a setting."""
+    if name in COMMON:
+        return "Common"
+    return next(title for group, title in _PANELS.items() if name in group.__annotations__)
+
+
+def _order(name: str) -> int:
+    return COMMON.index(name) if name in COMMON else len(COMMON)
+
+
 def _option(name: str, field: FieldInfo) -> Parameter:
     """Values are passed on as text: Settings parses them, and complains about them."""
     kind = bool if field.annotation is bool else str
@@ -98,6 +139,7 @@ def _option(name: str, field: FieldInfo) -> Parameter:
         help=escape(f"{field.description} (KVLINKER_{name.upper()})"),
         show_default=_shown_default(field),
         metavar=_METAVARS.get(field.annotation, "TEXT"),
+        rich_help_panel=_panel(name),
     )
     return _parameter(name, Annotated[kind | None, option])
 

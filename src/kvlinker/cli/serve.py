@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import time
 from contextlib import closing
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from pydantic import ByteSize
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvlinker.base.garbage import importing
+from kvlinker.base.loading import Loading
 from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
+from kvlinker.cli.loading import shown
 from kvlinker.cli.options import settings_options
-from kvlinker.doors.http.edge.address import bind, check_address, url_of
+from kvlinker.cli.running import announced
+from kvlinker.doors.http.edge.address import bind, check_address, listen, url_of
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
 
@@ -40,9 +47,10 @@ def serve(settings: Settings) -> None:
 
 def _serve(settings: Settings, listener: socket.socket) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
-    with console.status("Starting"):
+    with importing():
         from kvlinker.doors.http.edge.access_log import logging_to_stderr
         from kvlinker.doors.http.edge.request_spans import provider_from_environment
+    listen(listener)
     with logging_to_stderr(settings.log_level, settings.log_format):
         provider = provider_from_environment()
         while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
@@ -64,40 +72,78 @@ def _serve_until_failure(
     settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
 ) -> float | None:
     """Start the engine and serve until a signal stops it (returns None), or until the engine fails
-    (returns the seconds for which it has served).
+    (returns the seconds for which it has served). Requests that come while the model is loaded are
+    answered that it is.
 
     ``provider`` takes the traces.
     """
-    from kvlinker.doors.http.edge.connections import EngineServer, server_config
-    from kvlinker.doors.serving import builder_client, create_server
-    from kvlinker.llm import LLM
-
-    with console.status(f"Loading and checking {escape(settings.model)}"):
-        llm = LLM.from_settings(settings, builders=builder_client(settings))
-
-    app = create_server(llm, settings, provider)
-    listener.listen()  # a client that reads the address and connects at once is not refused
+    loading = Loading(settings.model)
+    log = logger.info if settings.log_format == "json" else None
+    timeout = settings.request_timeout
+    with shown(loading, console, log):
+        with importing():
+            from kvlinker.doors.http.edge.loading import answering_while_loading
+        with answering_while_loading(listener, loading, request_timeout=timeout):
+            with importing():
+                if settings.engine == "embedded":  # which imports transformers as it needs it
+                    import_module("kvlinker.engines.embedded")
+                from kvlinker.doors.http.edge.connections import EngineServer, server_config
+                from kvlinker.doors.serving import builder_client, create_server
+                from kvlinker.llm import LLM
+            llm = LLM.from_settings(
+                settings, builders=builder_client(settings), report=loading.report
+            )
+            app = create_server(llm, settings, provider)
     policy = llm.default_policy().name
-    console.print(_summary(settings, llm.model_name, llm.max_model_len, policy, url_of(listener)))
+    used = sum(tier.used_bytes for tier in llm.tiers() if tier.name == "disk")
+    free = _free_space(settings, used)
+    console.print(
+        _summary(settings, llm.model_name, llm.max_model_len, policy, url_of(listener), free)
+    )
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, policy, url_of(listener))
-    config = server_config(app, request_timeout=settings.request_timeout)
     server = EngineServer(
-        config, listener, healthy=lambda: llm.healthy, drain=app.state.served.drain
+        server_config(app, request_timeout=timeout),
+        listener,
+        healthy=lambda: llm.healthy,
+        drain=app.state.served.drain,
     )
     began = time.monotonic()
-    server.run()
+    with announced(settings, url=url_of(listener), model=llm.model_name):
+        server.run()
     return time.monotonic() - began if server.engine_failed else None
 
 
-def _summary(settings: Settings, name: str, window: int, policy: str, address: str) -> Table:
+def _free_space(settings: Settings, used: int) -> ByteSize:
+    """Return what the file system of the state directory has free, and log where that and the
+    ``used`` bytes of chunks are less than what these may take."""
+    free = ByteSize(shutil.disk_usage(settings.state_dir).free)
+    if used + free < settings.disk_space:
+        logger.warning(
+            "disk_space is %s, but %s has only %s free. When it is full, the oldest chunks are"
+            " evicted. Free some, or set disk_space to %s.",
+            settings.disk_space.human_readable(),
+            settings.state_dir,
+            free.human_readable(),
+            ByteSize(used + free // 2).human_readable(),
+        )
+    return free
+
+
+def _summary(
+    settings: Settings, name: str, window: int, policy: str, address: str, free: ByteSize
+) -> Table:
     keys = len(settings.accepted_keys)
     table = Table.grid(padding=(0, 2))
     for title, value in (
         ("model", f"{name} ({window:,} tokens)"),
         *([("weights", settings.weights)] if settings.weights != "auto" else []),
         ("policy", policy),
-        ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
+        (
+            "state",
+            f"{settings.state_dir} ({settings.disk_space.human_readable()} disk,"
+            f" {free.human_readable()} free)",
+        ),
         ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
         *(("shared", place) for place in _shared_places(settings)),
         ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),

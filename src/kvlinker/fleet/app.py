@@ -11,6 +11,7 @@ import httpx
 from fastapi import FastAPI, Response
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.installing import install_command
 from kvlinker.doors.http import pages
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.guards import add_guards
@@ -115,7 +116,7 @@ def _followed(router: Router, client: httpx.AsyncClient, endpoints: Mapping[str,
         from kvlinker.fleet.kv_events import KVEvents
     except ModuleNotFoundError as error:
         raise InvalidRequestError(
-            f"Events of vLLM need {error.name}: install it with  pip install 'kvlinker[kv-events]'",
+            f"Events of vLLM need {error.name}: install it with  {install_command('kv-events')}",
             param="kv_events",
         ) from error
     return KVEvents(router, client, endpoints)

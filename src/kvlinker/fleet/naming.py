@@ -24,7 +24,7 @@ _TEXTS = frozenset({"content", "text", "prompt", "input", "system", "instruction
 """The fields of bodies that have plain texts."""
 
 UNKNOWN_TOKENS = 512
-"""The length of a chunk of which only the id is known."""
+"""The length of a chunk, or a conversation, of which only the id is known."""
 
 
 class WantedChunk(NamedTuple):
@@ -56,16 +56,24 @@ def outline_of(body: object, tenant: str, *, recognised: bool = False) -> Prompt
         return PromptOutline()
     options = body.get("link")
     implicit = options.get("implicit") if isinstance(options, dict) else None
-    recognised = implicit == "auto" or (recognised and implicit is None)
+    recognised = implicit in ("auto", "structure") or (recognised and implicit is None)
     chunks = {chunk.name: chunk for chunk in islice(_chunks(body, tenant), MOST_NAMED)}
     lines: dict[str, WantedChunk] = {}
     if recognised:
         lines = {line.name: line for line in islice(_lines(body, tenant), MOST_NAMED)}
-    turns = body.get("messages", body.get("input"))
+    turns, previous = body.get("messages", body.get("input")), body.get("previous_response_id")
     beginnings: Iterable[tuple[str, int]] = ()
-    if isinstance(turns, list):
+    if isinstance(previous, str):  # what follows on it begins no conversation
+        beginnings = [(response_name(previous, tenant), UNKNOWN_TOKENS)]
+    elif isinstance(turns, list):
         beginnings = _beginnings(body.get("system"), turns, tenant, recognised=recognised)
     return PromptOutline(tuple(chunks.values()), tuple(beginnings), tuple(lines.values()))
+
+
+def response_name(response_id: str, tenant: str) -> str:
+    """Return the name of the conversation up to a kept response, as the beginning of those that go
+    on from it."""
+    return sha256(f"{tenant}\0{response_id}".encode(errors="replace")).hexdigest()[:24]
 
 
 def _chunks(value: object, tenant: str) -> Iterator[WantedChunk]:

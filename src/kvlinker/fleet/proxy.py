@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
@@ -21,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
-from kvlinker.doors.http.edge.access import key_of
+from kvlinker.doors.http.edge.access import keys_of
 from kvlinker.doors.http.edge.access_log import note_replica, note_route
 from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.draining import REFUSED_HEADER
@@ -30,11 +31,11 @@ from kvlinker.doors.http.edge.errors import (
     as_messages_error,
     error_body,
     error_response,
-    take_request_id,
+    request_id_of,
 )
 from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
 from kvlinker.fleet.backends import UNANSWERED, Backend, Backends
-from kvlinker.fleet.naming import PromptOutline, outline_of
+from kvlinker.fleet.naming import PromptOutline, outline_of, response_name
 from kvlinker.fleet.router import Decision, Router
 
 if TYPE_CHECKING:
@@ -58,9 +59,13 @@ MOST_TRIES = 3
 """The most servers that a request is sent to: one that ends them must not end all."""
 
 _EMBEDDING = "/v1/embeddings"
+_RESPONSES = "/v1/responses"
+
+_RESPONSE_ID = re.compile(rb'"id":"(resp_[^"\\]+)"')
+"""Matches the id of a response, with which an answer, and a stream's first event, begins."""
 
 _GENERATING = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _EMBEDDING)
+    ("/v1/chat/completions", "/v1/completions", "/v1/messages", _RESPONSES, _EMBEDDING)
 )
 """The routes whose requests may be sent again, since they leave nothing behind but caches."""
 
@@ -119,10 +124,10 @@ class Proxy:
             ready = {each.url for each in self._backends.ready()}
             prompt = await self._events.outline(prompt, scope["path"], body, key, ready=ready)
         with _unless_left(receive):
-            await self._route(request, body, prompt, send)
+            await self._route(request, body, tenant, prompt, send)
 
     async def _route(
-        self, request: Request, body: bytes, prompt: PromptOutline, send: Send
+        self, request: Request, body: bytes, tenant: str, prompt: PromptOutline, send: Send
     ) -> None:
         """Have a request answered by the first replica that can."""
         tried: Counter[str] = Counter()
@@ -133,7 +138,7 @@ class Proxy:
                 break
             tried[decision.replica] += 1
             try:
-                if await self._pass_on(decision, request, body, send):
+                if await self._pass_on(decision, request, body, tenant, send):
                     return
             finally:
                 self._router.ended(decision)
@@ -160,10 +165,13 @@ class Proxy:
     def _builders(self) -> set[str]:
         return {each.id for each in self._backends.known.values() if each.role == "build"}
 
-    async def _pass_on(self, decision: Decision, request: Request, body: bytes, send: Send) -> bool:
+    async def _pass_on(
+        self, decision: Decision, request: Request, body: bytes, tenant: str, send: Send
+    ) -> bool:
         """Pass a request on to a replica; returns False if another one may answer it."""
         began, builds = time.monotonic(), decision.replica in self._builders()
-        backend, trace = self._backends.known[decision.replica], headers_of_trace()
+        backend = self._backends.known[decision.replica]
+        own = {**headers_of_trace(), REQUEST_ID_HEADER.lower(): request_id_of(request.scope)}
         note_attributes(
             kvlinker_replica=decision.replica,
             kvlinker_chunks=decision.chunks,
@@ -173,8 +181,8 @@ class Proxy:
             request.method,
             backend.url + _target(request.scope),
             headers=[
-                *_kept(request.headers.raw, _NOT_SENT | trace.keys()),
-                *((name.encode(), value.encode()) for name, value in trace.items()),
+                *_kept(request.headers.raw, _NOT_SENT | own.keys()),
+                *((name.encode(), value.encode()) for name, value in own.items()),
             ],
             content=body or None,
         )
@@ -208,8 +216,9 @@ class Proxy:
         if creates and not _is_stream(answer):
             ids = await run_in_threadpool(_ids, begun)
             self._router.note_made(decision.replica, ids, time.monotonic())
-        if REQUEST_ID_HEADER in answer.headers:
-            take_request_id(request.scope, answer.headers[REQUEST_ID_HEADER])
+        if request.url.path == _RESPONSES and (named := _RESPONSE_ID.search(begun, 0, 500)):
+            name = response_name(named[1].decode(), tenant)
+            self._router.note_beginnings(decision.replica, [name], ())
         async with aclosing(answer):
             await _answer(backend, answer, begun, pieces, request.scope, send)
         return True
@@ -339,7 +348,7 @@ def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) ->
 
 def _tenant(request: Request) -> str:
     """Return the tenant of a request's key, as replicas name it."""
-    key = key_of(request.headers)
+    key = next(iter(keys_of(request.headers)), None)
     return tenant_of_key(key) if key else DEFAULT_TENANT
 
 

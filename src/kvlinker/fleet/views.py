@@ -171,6 +171,7 @@ def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
             recomputed=sum(each.prompt_tokens.recomputed for each in statuses),
             fresh=sum(each.prompt_tokens.fresh for each in statuses),
         ),
+        reusable_tokens=sum(each.reusable_tokens for each in statuses),
         output_tokens=sum(each.output_tokens for each in statuses),
         prefill_tokens_per_second=sum(known_rates) if known_rates else None,
         kv_bytes_per_token=max((each.kv_bytes_per_token for each in statuses), default=0),

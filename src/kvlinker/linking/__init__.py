@@ -2,11 +2,11 @@
 model and no engine."""
 
 from kvlinker.linking.evidence import (
+    EmptyLibrary,
     Evidence,
     Forecast,
     LayerEvidence,
     Library,
-    NoVariants,
     Variant,
 )
 from kvlinker.linking.explanation import Explanation
@@ -25,6 +25,7 @@ from kvlinker.linking.registry import (
 from kvlinker.linking.selection import Score, highest, share
 
 __all__ = [
+    "EmptyLibrary",
     "Evidence",
     "Explanation",
     "Forecast",
@@ -33,7 +34,6 @@ __all__ = [
     "Link",
     "LinkPlan",
     "Needs",
-    "NoVariants",
     "Placement",
     "Policy",
     "Score",

@@ -192,14 +192,20 @@ class Variant:
 
 
 class Library(Protocol):
-    """Finds stored variants of chunks."""
+    """Finds stored KV of chunks."""
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
         """Return the variants with the same tokens as ``chunk``, besides itself."""
 
+    def has(self, chunk: Chunk) -> bool:
+        """Return whether the KV of this very chunk is stored."""
 
-class NoVariants:
+
+class EmptyLibrary:
     """A ``Library`` that holds nothing."""
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
         return ()
+
+    def has(self, chunk: Chunk) -> bool:
+        return False

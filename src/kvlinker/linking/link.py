@@ -16,7 +16,7 @@ from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking.evidence import ChunkAttention, Evidence, Forecast, Library, NoVariants
+from kvlinker.linking.evidence import ChunkAttention, EmptyLibrary, Evidence, Forecast, Library
 from kvlinker.linking.explanation import (
     Explanation,
     LinkCost,
@@ -96,13 +96,14 @@ class Link:
     ) -> Link:
         """Arrange the prompt, have the policy settle, and plan at once where no scores are needed.
 
-        ``library`` holds the variants that the policy may choose from; ``forecast`` is asked only
+        ``library`` holds the KV that the policy may choose from; ``forecast`` is asked only
         for policies that need it, about the arranged prompt. ``reuse`` is asked for the beginning
         of the arranged prompt that was linked in the same way before.
         """
+        wants_library = policy.needs.variants or policy.needs.places
         with _asking(policy):
             arranged = policy.arrange(
-                prompt, (library if policy.needs.variants else None) or NoVariants()
+                prompt, (library if wants_library else None) or EmptyLibrary()
             )
             if policy.needs.forecast:
                 expected = forecast(arranged)
@@ -134,10 +135,10 @@ class Link:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores
-        are needed, else those that the plan places. A chunk that stands twice is listed twice."""
+        """The chunks whose KV is to be fetched, in order: the prompt's where their scores are
+        needed, else those that the plan places. A chunk that stands twice is listed twice."""
         if self.plan is None or self.policy.needs.reads_scores:
-            return self.prompt.chunks
+            return tuple(self.prompt.chunks[index] for index in self._scored)
         return tuple(placement.chunk for placement in self.plan.placements)
 
     @property
@@ -149,7 +150,12 @@ class Link:
     def with_scores(self, scores: Sequence[ChunkScores | None]) -> Link:
         """Plan by the scores of all ``chunks``, None for those that were stored without; nothing
         changes where there is a plan already."""
-        return self if self.plan is not None else self._with_evidence(Evidence(tuple(scores)))
+        if self.plan is not None:
+            return self
+        of_all: list[ChunkScores | None] = [None] * len(self.prompt.chunks)
+        for index, each in zip(self._scored, scores, strict=True):
+            of_all[index] = each
+        return self._with_evidence(Evidence(tuple(of_all)))
 
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
         """Plan the second pass by the question's ``attention`` [layers, length] in the first
@@ -168,7 +174,8 @@ class Link:
         plan = self._known_plan
         if not self.policy.needs.reads_scores:
             return tuple(zip(plan.placements, fetched, strict=True))
-        at = {span.start: entry for span, entry in zip(self.prompt.spans, fetched, strict=True)}
+        spans = [self.prompt.spans[index] for index in self._scored]
+        at = {span.start: entry for span, entry in zip(spans, fetched, strict=True)}
         return tuple((placement, at[placement.start]) for placement in plan.placements)
 
     def refinement(
@@ -300,6 +307,20 @@ class Link:
         return {
             p.chunk: p.start for p in reversed(self._known_plan.placements) if p.chunk in chunks
         }
+
+    @property
+    def _scored(self) -> tuple[int, ...]:
+        """The indices of the prompt's chunks whose scores the policy is shown: where it can do
+        without, not of those that an earlier request computed as a whole in this sequence, whose
+        KV would be loaded for nothing."""
+        spans = self.prompt.spans
+        if self.policy.needs.scores or self.prompt.reused is None:
+            return tuple(range(len(spans)))
+        own = np.zeros(len(self.prompt), dtype=np.bool_)
+        own[self.prompt.reused_own] = True
+        return tuple(
+            index for index, span in enumerate(spans) if not own[span.start : span.end].all()
+        )
 
     @property
     def _known_plan(self) -> LinkPlan:

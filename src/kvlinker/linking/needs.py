@@ -32,6 +32,10 @@ class Needs:
     """``arrange`` picks among stored variants of chunks. An engine without variants shows it none;
     one with variants computes those that a request missed when it has time."""
 
+    places: bool = False
+    """``arrange`` takes chunks' KV for their places in the row of texts, where it is stored. An
+    engine computes what a request missed when it has time."""
+
     question_attention: bool = False
     """``select`` looks at the question's attention: the fresh tokens pass once over the cached KV
     before it."""
@@ -65,6 +69,7 @@ class Needs:
             scores=self.scores or other.scores,
             sensitivity=self.sensitivity or other.sensitivity,
             variants=self.variants or other.variants,
+            places=self.places or other.places,
             question_attention=self.question_attention or other.question_attention,
             layers=EVERY_LAYER if len(layers) > 1 else layers.pop() if layers else None,
             chunk_attention=self.chunk_attention or other.chunk_attention,
@@ -78,6 +83,7 @@ class Needs:
             "scores of chunks": self.scores and not offered.scores,
             "the sensitivity of chunks' tokens": self.sensitivity and not offered.sensitivity,
             "variants of chunks": self.variants and not offered.variants,
+            "chunks' KV for their places": self.places and not offered.places,
             "the question's attention": self.question_attention and not offered.question_attention,
             f"dropping tokens in {where}": self.refines
             and offered.layers not in (EVERY_LAYER, self.layers),

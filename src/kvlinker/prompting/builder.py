@@ -4,9 +4,9 @@ here."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import InvalidRequestError
@@ -17,6 +17,7 @@ from kvlinker.prompting.chat import DEFAULT_OPTIONS, NO_DEFINITIONS, ChatTemplat
 from kvlinker.prompting.encoding import TextEncoder, require_unicode
 from kvlinker.prompting.length import LengthLimit
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
+from kvlinker.prompting.texts import PromptText, Quotes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -120,6 +121,18 @@ class PromptBuilder:
             case GenerationContext.PREFIX:
                 return Chunk(tokens, prefix=self.prefix)
 
+    def chunk_within(self, ids: Sequence[int]) -> Chunk:
+        """Make the chunk of token ids that stand within a prompt: unlike ``chunk_from_tokens``, BOS
+        is never one of them, so that it can take their place."""
+        match self._context:
+            case GenerationContext.ALONE:
+                prefix: tuple[int, ...] = ()
+            case GenerationContext.BOS:
+                prefix = () if self._bos is None else (self._bos,)
+            case GenerationContext.PREFIX:
+                prefix = self.prefix
+        return Chunk(tuple(ids), prefix=prefix)
+
     def chat(
         self,
         messages: Sequence[ChatMessage[Chunk]],
@@ -127,9 +140,10 @@ class PromptBuilder:
         *,
         options: TemplateOptions = DEFAULT_OPTIONS,
         definitions: Mapping[str, Chunk] = NO_DEFINITIONS,
+        with_texts: bool = False,
     ) -> Prompt:
         """Build the prompt of a conversation about documents, up to where the assistant's answer
-        begins.
+        begins; ``with_texts``: it has its texts, too.
 
         Chunks take the places of ``definitions``, texts that the template's ``definition`` gave,
         where each stands in the prompt just once. Messages of text alone give exactly the ids of
@@ -145,13 +159,23 @@ class PromptBuilder:
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
         parts = self.template.render(messages, documents, options=options, definitions=definitions)
-        return self._prompt(parts, param="messages")
+        quotes = None
+        if with_texts:
+            described = [self.template.definition(tool) or "" for tool in options.tools]
+            shown = [document.text for document in documents]
+            shown += chain.from_iterable(message.content for message in messages)
+            quotes = Quotes(_stripped(shown), described)
+        return self._prompt(parts, param="messages", quotes=quotes)
 
     def completion(
-        self, prompt: str | Sequence[int] | Sequence[str | Chunk], *, special_tokens: bool = True
+        self,
+        prompt: str | Sequence[int] | Sequence[str | Chunk],
+        *,
+        special_tokens: bool = True,
+        with_texts: bool = False,
     ) -> Prompt:
         """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand
-        one after the other.
+        one after the other; ``with_texts``: the prompt has the texts, too.
 
         Text gets the ``special_tokens`` that the tokenizer adds, such as BOS, once around the whole
         prompt, unless they are not wanted; a first chunk that begins with them gets no second ones.
@@ -180,6 +204,7 @@ class PromptBuilder:
             param="prompt",
             opening=self.encoder.opening if special_tokens else (),
             closing=self.encoder.closing if special_tokens else (),
+            quotes=Quotes(_stripped(texts_and_chunks)) if with_texts else None,
         )
 
     def _prompt(
@@ -189,30 +214,52 @@ class PromptBuilder:
         param: str,
         opening: tuple[int, ...] = (),
         closing: tuple[int, ...] = (),
+        quotes: Quotes | None = None,
     ) -> Prompt:
         """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh
-        tokens share one."""
+        tokens share one. With ``quotes``, the prompt has its texts."""
         joined = _join_texts(parts)
         self.limit.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()
         segments: list[Segment] = []
+        texts: list[PromptText] = []
+        before: list[str] = []
         fresh = list(opening)
+        length = len(fresh)
         for index, part in enumerate(joined):
-            if isinstance(part, str):
-                fresh += self.encoder.encode_prompt(part, continued=index > 0)
+            if isinstance(part, Chunk):
+                if fresh:
+                    segments.append(FreshSegment(tuple(fresh)))
+                segments.append(CachedSegment(part))
+                before.append(part.content)
+                fresh = []
+                length += len(part)
                 continue
-            if fresh:
-                segments.append(FreshSegment(tuple(fresh)))
-            segments.append(CachedSegment(part))
-            fresh = []
+            if quotes is None:
+                ids = self.encoder.encode_prompt(part, continued=index > 0)
+            else:
+                ids, places = self.encoder.encode_prompt_with_places(part, continued=index > 0)
+                texts.append(
+                    PromptText(
+                        part,
+                        places,
+                        length,
+                        messages=quotes.messages_in(part),
+                        definitions=quotes.definitions_in(part),
+                        before=" ".join(before),
+                    )
+                )
+                before = []
+            fresh += ids
+            length += len(ids)
         fresh += closing
         if fresh:
             segments.append(FreshSegment(tuple(fresh)))
         if not segments:
             raise InvalidRequestError("The prompt is empty: it encodes to no tokens.", param=param)
-        return Prompt(tuple(segments))
+        return Prompt(tuple(segments), texts=tuple(texts))
 
     def checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
         """Return token ids. Raises InvalidRequestError (``param``) for none, and for any outside
@@ -229,6 +276,11 @@ class PromptBuilder:
                 f"Token ids are integers from 0 to {size - 1}, not {wrong!r}.", param=param
             )
         return checked
+
+
+def _stripped(parts: Iterable[str | Chunk]) -> list[str]:
+    """Return the texts among the parts as chat templates may show them."""
+    return [part.strip() for part in parts if isinstance(part, str)]
 
 
 def _join_texts(parts: Sequence[str | Chunk]) -> list[str | Chunk]:

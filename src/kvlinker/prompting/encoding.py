@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from tokenizers import Encoding, Tokenizer, models
 from tokenizers.decoders import DecodeStream
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.prompting.texts import TokenPlaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+def _spelt_bytes() -> dict[str, int]:
+    """Return the bytes by the characters with which GPT-2's vocabulary spells them: those that can
+    be seen spell themselves, the others follow from 256 on (Radford et al. 2019)."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTES = _spelt_bytes()
+
+
 class TextEncoder:
     """Encodes text with private copies of a tokenizer's backend, so that threads may share it.
 
-    Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
+    The copies share the vocabulary, which does not change.
     ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of
     its own accord, such as BOS. ``vocab_size`` is the largest token id + 1; ``longest_token`` is
     the length of the longest token in characters, as the vocabulary spells it.
@@ -57,6 +73,17 @@ class TextEncoder:
         Special tokens, such as BOS before a chunk, are left out.
         """
         return self._data.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token alone, which may be a part of a character's: as GPT-2's and
+        as SentencePiece's vocabularies spell them, else those of its text."""
+        spelt = self._data.id_to_token(token_id) or ""
+        if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", spelt)) is not None:
+            return bytes([int(byte[1], 16)])
+        text = self._data.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" in text and all(char in _BYTES for char in spelt):
+            return bytes(_BYTES[char] for char in spelt)
+        return text.encode()
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special ones included; joined, they are the text of all.
@@ -97,12 +124,30 @@ class TextEncoder:
         ids = _encoded(self._prompt, text).ids
         if not continued or self._continued is None:
             return tuple(ids)
-        # Only what comes before the first added token was encoded as the start of a text.
-        added = next((i for i, token in enumerate(ids) if token in self._added_ids), None)
-        if added is None:
+        if self._first_added(ids) is None:
             return tuple(_encoded(self._continued, text).ids)
-        head = text[: _starts(_encoded(self._prompt, text, offsets=True))[added]]
-        return (*_encoded(self._continued, head).ids, *ids[added:])
+        return self.encode_prompt_with_places(text, continued=True)[0]
+
+    def encode_prompt_with_places(
+        self, text: str, *, continued: bool = False
+    ) -> tuple[tuple[int, ...], TokenPlaces]:
+        """Return what ``encode_prompt`` does, and the places of the tokens."""
+        encoding = _encoded(self._prompt, text, offsets=True)
+        ids, spans = encoding.ids, _spans(encoding)
+        if continued and self._continued is not None:
+            # Only what comes before the first added token was encoded as the start of a text.
+            added = self._first_added(ids)
+            head = text if added is None else text[: spans[added][0]]
+            begun = _encoded(self._continued, head, offsets=True)
+            behind = len(ids) if added is None else added
+            ids, spans = [*begun.ids, *ids[behind:]], [*_spans(begun), *spans[behind:]]
+        edges = np.maximum.accumulate(np.array(spans, dtype=np.int64).reshape(-1, 2))
+        return tuple(ids), TokenPlaces(edges[:, 0], edges[:, 1])
+
+    def _first_added(self, ids: Sequence[int]) -> int | None:
+        """Return the index of the first token that was added to the vocabulary; None if there is
+        none."""
+        return next((i for i, token in enumerate(ids) if token in self._added_ids), None)
 
     def encode_word(self, word: str) -> tuple[tuple[int, ...], ...]:
         """Encode a word as it may stand within a text: without a space before it, and with one."""
@@ -178,16 +223,38 @@ def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encod
 
 
 def _starts(encoding: Encoding) -> list[int]:
-    """Return the index of each token's first character, one by one, so that other threads run in
+    """Return the index of each token's first character."""
+    return [begin for begin, _ in _spans(encoding)]
+
+
+def _spans(encoding: Encoding) -> list[tuple[int, int]]:
+    """Return the characters [begin, end) of each token, one by one, so that other threads run in
     between."""
     spans = (encoding.token_to_chars(token) for token in range(len(encoding)))
-    return [0 if span is None else span[0] for span in spans]
+    return [(0, 0) if span is None else span for span in spans]
 
 
 def _unlimited_copy(backend: Tokenizer) -> Tokenizer:
-    result = copy.deepcopy(backend)
+    result = _copy(backend)
     result.no_truncation()
     result.no_padding()
+    return result
+
+
+def _copy(backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer whose own state is separate, and that has the model of ``backend``, with
+    its vocabulary: to copy that takes a second where it is large."""
+    result = Tokenizer(backend.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(backend, name)
+        if part is not None:
+            setattr(result, name, part)
+    added = sorted(backend.get_added_tokens_decoder().items())
+    for is_special, tokens in groupby((token for _, token in added), lambda each: each.special):
+        add = result.add_special_tokens if is_special else result.add_tokens
+        add(list(tokens))
+    if result.get_added_tokens_decoder() != dict(added):  # ids that have gaps
+        return copy.deepcopy(backend)
     return result
 
 
@@ -218,7 +285,8 @@ def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
         return None
     shell = json.loads(Tokenizer(models.BPE()).to_str())
     donor = Tokenizer.from_str(json.dumps(shell | bare))
-    result = copy.deepcopy(tokenizer)
+    result = _copy(tokenizer)
+    result.encode_special_tokens = tokenizer.encode_special_tokens
     result.normalizer = donor.normalizer
     result.pre_tokenizer = donor.pre_tokenizer
     return result

@@ -43,7 +43,7 @@ class LengthLimit:
                 f"The text has {characters:,} characters; the context window of {self.max_tokens:,}"
                 f" tokens takes at most {self.max_characters:,}. {WayOut.SPLIT}",
                 param=param,
-            )
+            ).exceeding(self.max_tokens * characters // self.max_characters + 1, self.max_tokens)
         sampled = self.max_tokens * SAMPLED_CHARACTERS
         for text in texts:
             if len(text) > sampled:
@@ -54,7 +54,7 @@ class LengthLimit:
                         f" alone are {tokens:,} tokens; the context window takes"
                         f" {self.max_tokens:,}. {WayOut.SPLIT}",
                         param=param,
-                    )
+                    ).exceeding(tokens, self.max_tokens)
 
     def check_prompt(self, tokens: int) -> None:
         """Check the number of tokens of a whole prompt. Raises ContextLengthError."""
@@ -63,7 +63,7 @@ class LengthLimit:
                 f"The prompt has {tokens:,} tokens; the context window takes {self.max_tokens:,}."
                 " Shorten the prompt.",
                 param="messages",
-            )
+            ).exceeding(tokens, self.max_tokens)
 
     def check_ids(self, count: int, *, param: str) -> None:
         """Check the number of token ids of one prompt. Raises ContextLengthError."""

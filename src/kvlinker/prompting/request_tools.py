@@ -29,13 +29,18 @@ class RequestTools:
         choice: ToolChoice | None = None,
         *,
         several: bool = True,
+        has_form: bool = False,
+        most_calls: int | None = None,
     ) -> None:
         """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is
-        "auto". ``several``: an answer may have more than one call. Raises InvalidRequestError for a
-        choice of tools that are not offered."""
-        self._form = form
+        "auto". ``several``: an answer may have more than one call, up to ``most_calls``.
+        ``has_form``: the request asks for answers of a form of its own, in which nothing but the
+        model's marks begins a call. Raises InvalidRequestError for a choice of tools that are not
+        offered."""
+        self._form = form.without_bare_calls() if has_form else form
         self._tail_of = tail_of
         self._several = several
+        self._most_calls = most_calls if several else 1
         self._choice, self._named = _parse_choice("auto" if choice is None else choice)
         self._offered = () if self._choice == "none" else tuple(tools)
         names = [function_of(tool)["name"] for tool in tools]
@@ -66,7 +71,12 @@ class RequestTools:
         """Return a reader for one answer to ``prompt``."""
         if not self._reads:
             return PlainReader()
-        return self._form.reader(self._tail_of(prompt), self.tools, only_calls=self.enforces_calls)
+        return self._form.reader(
+            self._tail_of(prompt),
+            self.tools,
+            only_calls=self.enforces_calls,
+            most_calls=self._most_calls,
+        )
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are ``given``, with those that make answers

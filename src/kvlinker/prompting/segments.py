@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.types.chunks import Chunk, Origin
+from kvlinker.prompting.texts import PromptText
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ class Prompt:
     reused: ReusedPrefix | None = field(default=None, compare=False, repr=False)
     """The beginning that is there already, chunks and fresh tokens; no policy changes it."""
 
+    texts: tuple[PromptText, ...] = field(default=(), compare=False, repr=False)
+    """The texts that its fresh tokens were encoded from, where the reader asked for them."""
+
     @property
     def reused_tokens(self) -> int:
         """The number of tokens in ``reused``."""
@@ -152,7 +156,28 @@ class Prompt:
             else segment
             for segment in self.segments
         )
-        return Prompt(tuple(segments)) if chunks else self
+        return replace(self, segments=tuple(segments)) if chunks else self
+
+    def with_chunks_at(self, chunks: Mapping[int, Chunk]) -> Prompt:
+        """Return the prompt with chunks in the places of fresh tokens, by the position where each
+        begins; all token ids stay. Raises ValueError for a chunk of other ids than stand there."""
+        segments: list[Segment] = []
+        start = 0
+        for segment in self.segments:
+            end = start + len(segment.tokens)
+            if isinstance(segment, CachedSegment):
+                segments.append(segment)
+            else:
+                done = 0
+                for place in sorted(place for place in chunks if start <= place < end):
+                    chunk, at = chunks[place], place - start
+                    if at < done or segment.tokens[at : at + len(chunk)] != chunk.tokens:
+                        raise ValueError(f"the chunk at position {place} has other tokens")
+                    segments += [FreshSegment(segment.tokens[done:at]), CachedSegment(chunk)]
+                    done = at + len(chunk)
+                segments.append(FreshSegment(segment.tokens[done:]))
+            start = end
+        return Prompt(tuple(segment for segment in segments if segment.tokens))
 
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """Return the prompt with other chunks in the places of its own, in order."""
@@ -192,6 +217,7 @@ class Prompt:
     def _is_exact(self, chunk: Chunk, start: int) -> bool:
         return (
             len(chunk.prefix) == start
+            and chunk.place == 0
             and chunk.origin is not Origin.LINKED_ANSWER
             and self.tokens[:start].tolist() == list(chunk.prefix)
         )

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.installing import install_command
 
 
 def bench_library(module: str) -> Any:
@@ -17,5 +18,5 @@ def bench_library(module: str) -> Any:
     except ImportError as error:
         library = module.partition(".")[0].replace("_", "-")
         raise InvalidRequestError(
-            f"This needs the library {library}: pip install 'kvlinker[bench]'."
+            f"This needs the library {library}: {install_command('bench')}."
         ) from error

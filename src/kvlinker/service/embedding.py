@@ -22,6 +22,7 @@ from kvlinker.base.errors import (
     ModelNotFoundError,
     WayOut,
 )
+from kvlinker.base.installing import install_command
 from kvlinker.base.threads import compute_serially
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.contract.model_files import choose_device
@@ -218,8 +219,8 @@ def _load(folder: Path, settings: Settings) -> Any:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
         raise InvalidRequestError(
-            "Embedding models need a library that is not installed: pip install"
-            " 'kvlinker[embeddings]'.",
+            "Embedding models need a library that is not installed:"
+            f" {install_command('embeddings')}.",
             param="embedding_model",
         ) from error
     from transformers.utils import logging as transformers_logging

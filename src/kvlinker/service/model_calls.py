@@ -142,6 +142,10 @@ class ModelCalls(Parts):
         text: str = self.tokenizer.decode([token_id])
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token alone, which may be a part of a character's."""
+        return self.builder.encoder.token_bytes(token_id)
+
     def decode_ids(self, token_ids: Sequence[int]) -> str:
         """Decode token ids, special tokens included. Raises InvalidRequestError (``tokens``) for
         ids outside the vocabulary."""

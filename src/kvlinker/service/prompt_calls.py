@@ -121,13 +121,23 @@ class PromptCalls(Parts):
         choice: ToolChoice | None = None,
         *,
         several: bool = True,
+        has_form: bool = False,
         most_reasoning: int | None = None,
     ) -> RequestTools:
         """Return how the answers to a conversation may use ``tools``; ``several``: with more than
-        one call; ``most_reasoning``: after so many tokens of reasoning at most. Raises
-        InvalidRequestError for a choice of tools that are not offered."""
+        one call; ``has_form``: the request asks for answers of a form of its own;
+        ``most_reasoning``: after so many tokens of reasoning at most. Raises InvalidRequestError
+        for a choice of tools that are not offered."""
         form = self.answer_form.limited(most_reasoning)
-        return RequestTools(form, self.tail_of, tools, choice, several=several)
+        return RequestTools(
+            form,
+            self.tail_of,
+            tools,
+            choice,
+            several=several,
+            has_form=has_form,
+            most_calls=self.settings.max_calls,
+        )
 
     @property
     def answer_form(self) -> AnswerForm:
@@ -148,15 +158,14 @@ class PromptCalls(Parts):
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return sampling parameters whose ``max_tokens`` is cut to the room of the window after
-        the prompt, and to the settings' limit of answers."""
+        """Return sampling parameters whose ``max_tokens``, where they have any, is cut to the room
+        of the window after the prompt, and to the settings' limit of answers."""
+        if sampling.max_tokens is None:
+            return sampling
         room = max(1, self.engine.max_model_len - len(prompt))
-        limits = [
-            most
-            for most in (sampling.max_tokens, self.settings.max_answer_tokens, room)
-            if most is not None
-        ]
-        return replace(sampling, max_tokens=min(limits))
+        most = self.settings.max_answer_tokens
+        fitting = min(sampling.max_tokens, room if most is None else min(most, room))
+        return sampling if fitting == sampling.max_tokens else replace(sampling, max_tokens=fitting)
 
     def submit_prepared(
         self, asked: PreparedRequest, sink: Sink, *, number: int = 0, n: int = 1
@@ -183,6 +192,7 @@ class PromptCalls(Parts):
             explains=asked.explains,
             shows_attention=asked.shows_attention,
             keeps_answer=keep is not None,
+            calls=asked.calls,
             workflow=asked.step.name if asked.step else None,
         )
         if asked.step is not None:

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.events import Events
+from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
@@ -32,10 +33,11 @@ from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.preloading import Preloading
 from kvlinker.service.reading import ContentReader
 from kvlinker.service.residency import Residency
+from kvlinker.service.state import open_state
 from kvlinker.service.tool_waits import ToolWaits
 from kvlinker.service.workflows import Workflows
 from kvlinker.settings import Settings
-from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
+from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher
 from kvlinker.store.speeds import FILE_NAME
 
 logger = logging.getLogger(__name__)
@@ -117,9 +119,11 @@ class EmbeddedSource:
         )
 
 
-def engine_source(settings: Settings, builders: BuilderClient | None = None) -> EngineSource:
+def engine_source(
+    settings: Settings, builders: BuilderClient | None = None, report: Report = unreported
+) -> EngineSource:
     """Return the source of the engine that ``settings.engine`` names, on ``settings.model``; the
-    embedded engine asks ``builders`` for chunks that it lacks.
+    embedded engine asks ``builders`` for chunks that it lacks. ``report`` takes the progress.
 
     Raises ModelLoadError and UnsupportedModelError, InvalidRequestError if the engine is not
     installed, and, before a model is loaded for nothing, StoreError if the catalog cannot be used.
@@ -130,50 +134,9 @@ def engine_source(settings: Settings, builders: BuilderClient | None = None) -> 
 
         return own_vllm(settings)
     began = time.monotonic()
-    loaded = load_model(settings)
+    loaded = load_model(settings, report)
     logger.info("The model is loaded and checked (%.1f s).", time.monotonic() - began)
     return EmbeddedSource(loaded, builders)
-
-
-class StateDirectory(NamedTuple):
-    """A state directory's catalog and store. The owner closes the store first: it may still write
-    chunks of the catalog."""
-
-    catalog: Catalog
-    store: ChunkStore
-
-
-def open_state(
-    settings: Settings,
-    events: Events,
-    *,
-    host_bytes: int,
-    device: torch.device | None = None,
-    speeds: Speeds | None = None,
-) -> StateDirectory:
-    """Open the catalog and the store that the settings name, the store with ``host_bytes`` in
-    memory.
-
-    ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is
-    measured of its tiers. Raises StoreError if one of them cannot be used, and InvalidRequestError
-    for settings that a tier does not take.
-    """
-    cipher = load_cipher(settings.encryption_key)
-    catalog = Catalog(settings.catalog_place, cipher)
-    try:
-        store = open_store(
-            settings,
-            events,
-            host_bytes=host_bytes,
-            device=device,
-            cipher=cipher,
-            pinned=catalog.pinned(),
-            speeds=speeds,
-        )
-    except BaseException:
-        catalog.close()
-        raise
-    return StateDirectory(catalog, store)
 
 
 @names_arguments
@@ -188,6 +151,13 @@ class Parts:
     def close(self) -> None:
         """Stop the engine and finish pending writes. Idempotent."""
         self._closing.close()
+
+    def settle(self) -> None:
+        """Wait until what is computed in idle time for later prompts is there, or given up: the
+        passages of prompts, and chunks at later places in a row."""
+        if self._ahead is not None:
+            self._ahead.settle()
+        self.engine.settle().result()
 
     def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
         """Make the parts, each of which ``started`` closes."""
@@ -224,6 +194,12 @@ class Parts:
             chat_template=settings.chat_template,
             max_tokens=self.engine.max_model_len,
         )
+        if self.builder.template.source is None:
+            logger.warning(
+                "%s has no chat template, so chats are refused; completions are answered. Give one"
+                " by --chat-template (Jinja), or serve the model's chat variant.",
+                self.model_name,
+            )
         self.caches = ContextCaches(
             model=self.model_name,
             builder=self.builder,
@@ -288,6 +264,7 @@ class Parts:
                 quotas=settings.quotas,
             )
             started.callback(ahead.close)
+        self._ahead = ahead
         self._reader = ContentReader(
             self.builder,
             self.caches,

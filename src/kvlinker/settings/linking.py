@@ -16,7 +16,7 @@ class LinkingSettings(BaseSettings):
     """Which policies link, and which texts become chunks without an id."""
 
     policy: str = Field(
-        default="query-5-sensitive", description="Linking policy of requests that name none."
+        default="row+query-5-sensitive", description="Linking policy of requests that name none."
     )
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX,
@@ -43,17 +43,20 @@ class LinkingSettings(BaseSettings):
         description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none.",
     )
 
-    implicit: Literal["auto", "marked", "off"] = Field(
+    implicit: Literal["structure", "auto", "marked", "off"] = Field(
         default="marked",
         description=(
             "Texts that become chunks without an id: marked (documents, and parts with"
             " cache_control), auto (also long ones that are repeated, and known ones inside"
-            " others), off."
+            " others), structure (definitions of tools, messages and paragraphs), off."
         ),
     )
     implicit_ahead: Literal["on", "off"] = Field(
         default="on",
-        description="With implicit auto: compute new passages while nothing else is to be done.",
+        description=(
+            "With implicit auto or structure: compute new passages while nothing else is to be"
+            " done."
+        ),
     )
     implicit_policy: str | None = Field(
         default=None,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
+from kvlinker.base.types.limits import MOST_CALLS
 from kvlinker.settings.values import FromJson
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "reader"
@@ -27,6 +28,13 @@ class ModelSettings(BaseSettings):
     served_model_name: str | None = Field(
         default=None,
         description="Name in the API, or several with commas; the model's own by default.",
+    )
+    strict: bool = Field(
+        default=False,
+        description="Refuse requests with fields, tools or parts that would be left out, with 400.",
+    )
+    strict_model: bool = Field(
+        default=False, description="Refuse requests for a model of another name with 404."
     )
     engine: Literal["embedded", "vllm"] = Field(
         default="embedded", description="What runs the model: embedded, vllm."
@@ -78,6 +86,12 @@ class ModelSettings(BaseSettings):
         default=None,
         ge=1,
         description="Most tokens of an answer; the rest of the context window by default.",
+    )
+    max_calls: int = Field(
+        default=16,
+        ge=1,
+        le=MOST_CALLS,
+        description="Most calls of tools in an answer, which ends with the last of them.",
     )
 
     @property

@@ -19,6 +19,8 @@ class Options(TypedDict, total=False):
     for the model. None is as good as leaving one out."""
 
     served_model_name: str | None
+    strict: bool | None
+    strict_model: bool | None
     engine: Literal["embedded", "vllm"] | None
     vllm_options: Mapping[str, Any] | None
     on_engine_failure: Literal["exit", "restart"] | None
@@ -31,12 +33,13 @@ class Options(TypedDict, total=False):
     generation_config: Literal["auto", "off"] | None
     embedding_model: str | None
     max_answer_tokens: int | None
+    max_calls: int | None
     policy: str | None
     generation_context: GenerationContext | str | None
     chunk_scores: bool | None
     state_inputs: bool | None
     max_variants: int | None
-    implicit: Literal["auto", "marked", "off"] | None
+    implicit: Literal["structure", "auto", "marked", "off"] | None
     implicit_ahead: Literal["on", "off"] | None
     implicit_policy: str | None
     implicit_ttl: float | None
@@ -94,4 +97,5 @@ class Options(TypedDict, total=False):
     log_format: Literal["text", "json"] | None
     api_keys: str | Sequence[str] | None
     admin_keys: str | Sequence[str] | None
+    response_ttl: float | None
     tenant_quotas: Mapping[str, Mapping[str, Any]] | None

@@ -73,6 +73,13 @@ class ServerSettings(BaseSettings):
         repr=False,
         description="Accepted keys that may also write shared context caches.",
     )
+    response_ttl: float = Field(
+        default=604_800.0,
+        ge=0,
+        description=(
+            "Seconds that answers of the Responses API are kept from their last use; 0: not at all."
+        ),
+    )
     tenant_quotas: FromJson[dict[str, TenantQuota]] = Field(
         default={},
         repr=False,

@@ -12,6 +12,9 @@ from kvlinker.base import machine
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.settings.values import FromJson
 
+CATALOG_FILE = "catalog.sqlite"
+"""The catalog's file in the state directory."""
+
 _SQLITE = "sqlite:///"
 """The beginning of URLs of files: the path follows, which begins with a slash if it is absolute."""
 
@@ -126,7 +129,7 @@ class StorageSettings(BaseSettings):
     def catalog_place(self) -> Path | str:
         """The catalog's file, or the URL of its database."""
         if self.catalog_url is None:
-            return self.state_dir / "catalog.sqlite"
+            return self.state_dir / CATALOG_FILE
         url = self.catalog_url.get_secret_value()
         return Path(url.removeprefix(_SQLITE)) if url.startswith(_SQLITE) else url
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from kvlinker.base.types.chunk_scores import ChunkScores
+from kvlinker.store.lazy_torch import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Deletes from all tiers the KV of chunks that no context cache holds any more."""
+"""Deletes from all tiers the KV of chunks, at all places, that no context cache holds any more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from kvlinker.base.types.chunks import place_keys, with_places
 from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.chunk_store import ChunkStore
 
@@ -67,7 +68,8 @@ class Deletions:
             self.drop(key for key, at in released.items() if self._recent.get(key) != at)
             settled = now - LONGEST_REQUEST_SECONDS
             recent = {key: at for key, at in self._recent.items() if at > settled}
-            self.drop(self._store.stored_here(recent.keys()))
+            stored = self._store.stored_here(with_places(recent))
+            self.drop(key for key in recent if not stored.isdisjoint((key, *place_keys(key))))
             self._recent = recent | released
             unfinished = self._catalog.released(-math.inf, settled, limit=MADE_UP_AT_ONCE)
             self._catalog.forget_released(self.drop(unfinished), settled)
@@ -79,7 +81,8 @@ class Deletions:
                 return False
             self._deleting[key] += 1
         try:
-            return self._store.delete(key)
+            gone = [self._store.delete(each) for each in (key, *place_keys(key))]
+            return all(gone)
         finally:
             with self._changed:
                 self._deleting -= Counter([key])

@@ -39,14 +39,14 @@ BODIES: Mapping[Place, type[RequestBody]] = {
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 """Stand around the table on its page."""
 
-_HEAD = "| fields | where | taken |\n|---|---|---|\n"
+_HEAD = "| fields | where | what happens |\n|---|---|---|\n"
 
 
 def field_table() -> str:
     """Return the table in Markdown: a row for all fields that are taken alike at the same places,
-    those that are always taken first."""
+    those that mean nothing first, and those that are refused last."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for fields in sorted(FIELDS, key=lambda each: each.no_ops is not None):
+    for fields in sorted(FIELDS, key=lambda each: (each.refused, each.no_ops is not None)):
         rows.setdefault((_list(fields.places), _taken(fields)), []).extend(fields.names)
     return _HEAD + "".join(
         f"| {_names(names)} | {where} | {taken} |\n" for (where, taken), names in rows.items()
@@ -64,8 +64,10 @@ def with_table(page: str) -> str:
 
 def _taken(fields: ForeignFields) -> str:
     if fields.no_ops is None:
-        return "always"
-    return " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops) or "never"
+        return "nothing"
+    happens = "refused" if fields.refused else "left out, and named"
+    values = " or ".join(f"`{json.dumps(value)}`" for value in fields.no_ops)
+    return f"{happens}, but for {values}" if values else happens
 
 
 def _names(names: Iterable[str]) -> str:

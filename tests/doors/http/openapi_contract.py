@@ -60,7 +60,8 @@ class Contract:
         if kind == JSON and response.request.method != "HEAD":
             response.read()
             self.validate(response.json(), content[kind]["schema"])
-        sends_json = response.request.headers.get("content-type", JSON) == JSON
+        sent = response.request.headers
+        sends_json = sent.get("content-type", JSON) == JSON and "content-encoding" not in sent
         if (
             operation is not None
             and response.is_success

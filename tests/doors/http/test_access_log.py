@@ -70,8 +70,15 @@ def test_a_line_per_request(served: Served, lines: Lines, stream: bool) -> None:
     prompt = served.post("/tokenize", {"messages": body["messages"]})
     request_id = answer.headers["x-request-id"]
     count = prompt.json()["count"]
-    line = rf"POST {CHAT} 200 prompt_tokens={count} output_tokens=3 ms=\d+\.\d id={request_id}"
-    assert re.fullmatch(line, lines.of(request_id))
+    link = r"cached=(\d+) recomputed=0 fresh=(\d+) ttft_ms=(\d+\.\d) policy=(\S+)"
+    tokens = f"prompt_tokens={count} output_tokens=3"
+    found = re.fullmatch(
+        rf"POST {CHAT} 200 {tokens} {link} ms=\d+\.\d id={request_id}", lines.of(request_id)
+    )
+    assert found is not None
+    assert int(found[1]) + int(found[2]) == count
+    assert float(found[3]) > 0
+    assert found[4] == served.llm.default_policy().name
     assert f" /tokenize 200 prompt_tokens={count} " in lines.of(prompt.headers["x-request-id"])
 
 

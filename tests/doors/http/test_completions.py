@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -134,3 +135,82 @@ def test_developers_are_the_system(served: Served) -> None:
 @pytest.mark.parametrize("name", [None, "default", MODEL_NAME])
 def test_names_of_the_model(served: Served, name: str | None) -> None:
     assert complete(served, "a", model=name)["model"] == MODEL_NAME
+
+
+def own_bytes(name: str) -> bytes:
+    """The bytes of a token by its name in log probabilities."""
+    if not name.startswith("bytes:"):
+        return name.encode()
+    return bytes(int(each, 16) for each in re.findall(r"\\x([0-9a-f]{2})", name))
+
+
+SMILING = "a\U0001f600\u00e9 \u4e2d!"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parts_of_characters_have_their_own_bytes_and_places(served: Served, stream: bool) -> None:
+    asked = {
+        "prompt": "Hi",
+        "max_tokens": 40,
+        "logprobs": 5,
+        "structured_outputs": {"choice": [SMILING]},
+        "stream": stream,
+    }
+    answer = served.post(PATH, asked)
+    choices = [answer.json()["choices"][0]] if not stream else streamed(answer.text)
+    assert "".join(choice["text"] for choice in choices) == SMILING
+    told = [choice["logprobs"] for choice in choices]
+    tokens = [token for each in told for token in each["tokens"]]
+    joined = [own_bytes(token) for token in tokens]
+    assert b"".join(joined) == SMILING.encode()
+    assert any(token.startswith("bytes:\\x") for token in tokens)
+    offsets = [offset for each in told for offset in each["text_offset"]]
+    before = [b"".join(joined[:index]) for index in range(len(joined))]
+    assert offsets == [len(each.decode(errors="ignore")) for each in before]
+    tops = [top for each in told for top in each["top_logprobs"]]
+    for token, top in zip(tokens, tops, strict=True):
+        assert token in top
+        assert len(top) in (5, 6)
+
+
+def streamed(text: str) -> list[dict[str, Any]]:
+    """The choices of a stream's chunks that have log probabilities."""
+    lines = [
+        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")
+    ]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return [choice for choice in choices if choice["logprobs"]["tokens"]]
+
+
+def test_an_echo_is_counted_by_its_own_characters(served: Served) -> None:
+    prompt = "The \u00e9 cat"
+    body = complete(served, prompt, echo=True, logprobs=0)
+    (choice,) = body["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][0] == served.llm.tokenizer.bos_token
+    places = zip(logprobs["tokens"][1:], logprobs["text_offset"][1:], strict=True)
+    for token, offset in places:
+        if not token.startswith("bytes:"):
+            assert choice["text"].startswith(token, offset)
+    assert logprobs["text_offset"][:2] == [0, 0]
+    assert logprobs["text_offset"][-4] == len(prompt)
+
+
+def test_the_token_that_ends_an_answer_is_told_everywhere(served: Served) -> None:
+    """As vLLM does: an entry for each of the tokens that usage counts."""
+    ending = served.llm.tokenizer.eos_token_id
+    common = {"max_tokens": 5, "logit_bias": {ending: 100}, "return_token_ids": True}
+    messages = [{"role": "user", "content": "Hi"}]
+    body = served.post(PATH, {"prompt": "Hi", "logprobs": 1, **common}).json()
+    text = body["choices"][0]
+    assert (text["text"], text["token_ids"]) == ("", [ending])
+    assert text["logprobs"]["tokens"] == [served.llm.tokenizer.eos_token]
+    assert text["logprobs"]["text_offset"] == [0]
+    chat = served.post(
+        "/v1/chat/completions", {"messages": messages, "logprobs": True, **common}
+    ).json()
+    choice = chat["choices"][0]
+    assert (choice["message"]["content"], choice["token_ids"]) == ("", [ending])
+    (entry,) = choice["logprobs"]["content"]
+    assert entry["token"] == served.llm.tokenizer.eos_token
+    assert body["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"] == 1

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvlinker.base.types.chunks import chunk_key
+from kvlinker.base.types.chunks import chunk_key, place_keys, with_places
+from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import ContextCache
@@ -116,6 +117,19 @@ def test_what_a_running_request_stored_again_goes_with_the_next_sweep(
     assert llm.store.tier_of(again.chunk_key) == "host"
 
 
+def test_deletion_takes_kv_at_all_places_along(llm: LLM, state: Path) -> None:
+    first, second = llm.generate_context_cache(TEXTS)
+    messages = [{"role": "user", "content": [first, second, "What now?"]}]
+    llm.chat_completion(messages, policy="row", max_tokens=1)
+    wait_until(lambda: len(llm.store.keys()) == 4)  # each also behind the other
+    llm.store.flush()
+    assert len(files(state)) == 4
+    llm.caches.delete(first.id, tenant=DEFAULT_TENANT)
+    assert llm.store.keys() == {second.chunk_key, place_keys(second.chunk_key)[0]}
+    llm.caches.delete(second.id, tenant=DEFAULT_TENANT)
+    assert nothing_left(llm, state)
+
+
 def test_a_running_server_follows_what_another_process_deletes_and_pins(
     llm: LLM, state: Path
 ) -> None:
@@ -129,8 +143,9 @@ def test_a_running_server_follows_what_another_process_deletes_and_pins(
     assert llm.store.keys() == {first.chunk_key, second.chunk_key}
     llm.caches.sweep()
     assert llm.store.keys() == {second.chunk_key}
+    kept = with_places([second.chunk_key])
     host, disk = llm.store._tiers
-    assert host._index._pinned_keys == disk._index._pinned_keys == {second.chunk_key}  # type: ignore[attr-defined]
+    assert host._index._pinned_keys == disk._index._pinned_keys == kept  # type: ignore[attr-defined]
 
 
 def test_pins_last_through_a_restart(state: Path) -> None:

@@ -7,14 +7,16 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvlinker.engines.embedded.engine import EmbeddedEngine
+from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine
-from tests.doors.http.serving import Served
+from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 from tests.engines.embedded.held import Held
 from tests.waiting import wait_until
 
@@ -74,16 +76,58 @@ def test_clients_that_leave_before_the_first_token_are_noticed(
     assert faked.get("/health").status_code == 200
 
 
-def test_a_client_that_leaves_before_its_answer_begins_has_no_status(
-    faked: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+def test_the_log_says_that_a_client_left_and_how_much_was_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    """Not that it was answered, though a stream's status was sent; who asks again goes on there."""
+    caplog.set_level(logging.INFO, "kvlinker.doors.http.edge.access_log")
+    settings = tiny_settings(tmp_path, prefix_cache="on", max_step_tokens=32)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as served:
+        for stream in (False, True):
+            with subtests.test(stream=stream):
+                caplog.clear()
+                _leave_while_prefilling(served, caplog, stream=stream)
+
+
+def _leave_while_prefilling(
+    served: Served, caplog: pytest.LogCaptureFixture, *, stream: bool
+) -> None:
+    engine = cast(EmbeddedEngine, served.llm.engine)
+    content = f"{stream} is how it begins, and it goes on: " + "so many words " * 10
+    fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    with Held(engine) as held:
+        with asked(served, stream=stream, fields=fields) as client:
+            held.let(2)
+            assert not stream or client.recv(9) == b"HTTP/1.1 "
+        wait_until(lambda: engine.scheduler._cancelled)
+    # Another request's line may come late, behind its answer.
+    wait_until(lambda: _told_with(caplog, 499))
+    (told,) = _told_with(caplog, 499)
+    assert told["output_tokens"] == 0
+    assert f"POST {CHAT} 499 prompt_tokens={told['prompt_tokens']} " in caplog.text
+    computed: int = told["cached"] + told["recomputed"] + told["fresh"]
+    assert told["uncomputed"] == told["prompt_tokens"] - computed > 0
+    assert computed == 3 * 32
+    assert "ttft_ms" not in told
+    recent = served.get("/status").json()["recent"][0]
+    assert (recent["fresh"], recent["uncomputed"]) == (told["fresh"], told["uncomputed"])
+    usage = served.post(CHAT, fields).json()["usage"]
+    assert usage["prompt_tokens_details"]["exact_cached_tokens"] == computed
+
+
+def _told_with(caplog: pytest.LogCaptureFixture, status: int) -> list[dict[str, Any]]:
+    """What the access log's lines with this status say."""
+    requests = [cast(Any, line).request for line in caplog.records]
+    return [told for told in requests if told["status"] == status]
+
+
+def test_who_has_all_of_its_answer_has_not_left(
+    faked: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvlinker.doors.http.edge.access_log")
-    engine.flowing.clear()
-    with asked(faked):
-        engine.wait_until_running(2)
-    engine.wait_until_idle()
-    wait_until(lambda: caplog.records)
-    assert f"POST {CHAT} - " in caplog.text
+    fields = ENDLESS | {"max_tokens": 2, "stream": True}
+    assert "[DONE]" in faked.post(CHAT, fields).text
+    wait_until(lambda: f"POST {CHAT} 200 " in caplog.text)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/context_caches/extract?name=a.txt"])
@@ -93,10 +137,9 @@ def test_a_client_that_leaves_while_sending_is_no_error(
     caplog.set_level(logging.INFO, "kvlinker.doors.http.edge.access_log")
     with asked(faked, path=path, missing=100):
         pass
-    wait_until(lambda: caplog.records)
-    (line,) = caplog.records
-    assert line.levelname == "INFO"
-    assert f"POST {path.partition('?')[0]} - " in caplog.text
+    wait_until(lambda: _told_with(caplog, 499))
+    assert {line.levelname for line in caplog.records} == {"INFO"}
+    assert f"POST {path.partition('?')[0]} 499 " in caplog.text
 
 
 def in_the_engine(served: Served) -> int:

@@ -16,6 +16,7 @@ import openai.types.responses.response_create_params
 import pytest
 from pydantic import ValidationError
 
+from kvlinker.doors.http.fields.bodies import ignored_paths
 from kvlinker.doors.http.fields.foreign import (
     ELSEWHERE,
     FIELDS,
@@ -76,14 +77,17 @@ def test_fields_are_taken_or_refused_as_the_table_says(subtests: pytest.Subtests
             for no_op in fields.no_ops or ():
                 assert refusal(place, name, no_op) is None
             wrong = refusal(place, name, WRONG)
-            if fields.no_ops is None:
-                assert wrong is None
-            else:
+            if fields.refused:
                 assert wrong is not None
                 assert (wrong["type"], wrong["ctx"]) == (
                     "unsupported_parameter",
                     {"why": fields.why},
                 )
+                continue
+            assert wrong is None
+            made = BODIES[place].model_validate({**LEAST[place], name: WRONG})
+            named = [] if fields.no_ops is None else [name]
+            assert list(ignored_paths(made)) == named
 
 
 def test_no_field_is_in_the_table_twice_or_served_beside() -> None:

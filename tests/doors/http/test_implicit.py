@@ -201,7 +201,6 @@ def test_streams_tell_of_the_link_once(apart: Served, path: str) -> None:
         ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
         ({"cache_control": {"type": "ephemeral", "ttl": "soon"}}, "cache_control.ttl"),
         ({"cache_control": {"type": "ephemeral", "ttl": "30h"}}, "cache_control.ttl"),
-        ({"cache_control": {"type": "ephemeral", "scope": "global"}}, "cache_control.scope"),
         ({"prompt_cache_breakpoint": {"mode": "auto"}}, "prompt_cache_breakpoint.mode"),
     ],
 )
@@ -300,7 +299,7 @@ def test_results_of_tools_are_recognised(apart: Served) -> None:
     fields: dict[str, Any] = {"max_tokens": 4, "tools": [LOOK], **AUTO}
     answers = []
     for number in range(3):
-        messages = turns(part(f"Found:\n{a}"), call_id=f"c{number}")
+        messages = turns(part(f"Found {number}:\n{a}"), call_id=f"c{number}")
         answer = apart.post(CHAT, {"messages": messages, **fields})
         assert answer.status_code == 200, answer.text
         answers.append(answer.json())
@@ -559,6 +558,36 @@ def test_known_texts_are_recognised_inside_strings(apart: Served) -> None:
     assert (ids(answer), created(answer)) == ([cache_id], [False])
     prompt = {"prompt": f"Read this: {a}\nWho?", "max_tokens": 2, **AUTO}
     assert ids(apart.post("/v1/completions", prompt).json()) == [cache_id]
+
+
+def test_known_texts_are_shrunk_to_the_tokens_that_they_have_in_a_prompt(apart: Served) -> None:
+    """A space before it is in one token with its first word, and one at its end with the word
+    behind it."""
+    import torch
+
+    a = text("shrunk") + " "
+    (whole,) = apart.cache(a)
+    asked = {
+        "messages": [{"role": "user", "content": f"Read this: {a}sat. Who?"}],
+        "max_tokens": 2,
+    }
+    plain = apart.post(CHAT, asked).json()
+    answers = [apart.post(CHAT, asked | AUTO).json() for _ in range(2)]
+    assert [created(answer) for answer in answers] == [[True], [False]]
+    assert len({answer["usage"]["prompt_tokens"] for answer in (plain, *answers)}) == 1
+    (cache_id,) = ids(answers[0])
+    tokens = answers[0]["link"]["context_caches"][0]["tokens"]
+    assert cache_id != whole
+    assert cached(answers[0]) > 0.9 * tokens, "nothing of it was computed"
+    kvs = [
+        apart.llm.store.get(apart.llm.caches.get(each, tenant="default").chunk_key)
+        for each in (whole, cache_id)
+    ]
+    assert kvs[0] is not None
+    assert kvs[1] is not None
+    assert (kvs[0].tokens, kvs[1].tokens) == (tokens + 2, tokens)
+    for one, other in zip(kvs[0].layers, kvs[1].layers, strict=True):
+        assert torch.equal(one.value[:, 1:-1], other.value)
 
 
 def test_a_conversation_that_goes_on_makes_no_chunks(talking: Served) -> None:

@@ -197,7 +197,8 @@ def test_streams_say_what_whole_answers_do(client: anthropic.Anthropic) -> None:
 def test_text_and_calls_are_blocks_in_order(
     speaking: anthropic.Anthropic, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", A_CALL]
+    again = A_CALL.replace("Oslo", "Lima")
+    engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", again]
     if stream:
         with speaking.messages.stream(
             model=MODEL_NAME, messages=QUESTION, max_tokens=50, tools=[WEATHER]
@@ -207,7 +208,8 @@ def test_text_and_calls_are_blocks_in_order(
         answer = ask(speaking, tools=[WEATHER])
     assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
     assert answer.content[0].text == "Let me see."
-    assert answer.content[1].input == answer.content[2].input == {"city": "Oslo", "days": 3}
+    inputs = [block.input for block in answer.content[1:]]
+    assert inputs == [{"city": "Oslo", "days": 3}, {"city": "Lima", "days": 3}]
     assert answer.stop_reason == "tool_use"
     wait_until(lambda: engine.expected == [FIRST_SECONDS])
 
@@ -312,7 +314,7 @@ def test_an_answer_is_as_long_as_there_is_room(
     answer = faked.post(PATH, body).json()
     usage = answer["usage"]
     assert (answer["stop_reason"], usage["input_tokens"] + usage["output_tokens"]) == (
-        "max_tokens",
+        "model_context_window_exceeded",
         window,
     )
 
@@ -370,22 +372,14 @@ def test_reasoning_is_turned_off_where_the_chat_template_can(
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "messages.0.content.0.type",
-    ),
     ({"messages": [{"role": "user", "content": [RESULT]}]}, "'c1'"),
     ({"messages": [{"role": "user", "content": [CALLED]}]}, "tool_use"),
     ({"max_tokens": None}, "max_tokens"),
-    ({"temprature": 1}, "temprature"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "some"}}, "thinking.type"),
-    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
     ({"tools": [WEATHER, WEATHER]}, "same name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"container": "c"}, "container"),
     ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"output_config": {"effort": "highest"}}, "output_config.effort"),
     ({"link": {"policy": "nothing"}}, "nothing"),
 ]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
+from kvlinker.doors.http.answers.logprobs import token_key
 from tests.doors.http.serving import MODEL_NAME, Served
 
 GREEDY: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -121,7 +123,8 @@ def test_chat_logprobs(served: Served, client: openai.OpenAI) -> None:
     assert [entry.token for entry in content] == [entry.text for entry in expected]
     for entry, other in zip(content, expected, strict=True):
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
-        assert entry.bytes == list(entry.token.encode())
+        assert entry.bytes is not None
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].token == entry.token  # greedy
         assert entry.logprob <= 0
@@ -152,13 +155,16 @@ def test_completion_logprobs(served: Served, client: openai.OpenAI) -> None:
     assert logprobs.text_offset is not None
     assert logprobs.top_logprobs is not None
     assert len(logprobs.tokens) == len(logprobs.token_logprobs or ()) == 4
-    assert logprobs.text_offset == [len("".join(logprobs.tokens[:index])) for index in range(4)]
+    assert logprobs.text_offset == sorted(logprobs.text_offset)
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert token.startswith("bytes:") or answer.choices[0].text.startswith(token, offset)
     expected = served.llm.completion(
         "The cat", max_tokens=4, logprobs=2, temperature=0, ignore_eos=True
     ).logprobs
+    name = partial(token_key, bytes_of=served.llm.token_bytes, as_ids=False)
     for alternatives, entry in zip(logprobs.top_logprobs, expected, strict=True):
         assert alternatives == pytest.approx(
-            {one.text: one.logprob for one in (entry, *entry.top)}, abs=1e-5
+            {name(one): one.logprob for one in (entry, *entry.top)}, abs=1e-5
         )
 
 
@@ -215,4 +221,4 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         )
     assert (caught.value.code, caught.value.param) == ("invalid_policy", "link.policy")
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(messages=QUESTION, model="other")
+        client.models.retrieve("other")

@@ -78,7 +78,8 @@ def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
         assert "422" not in answers, "which the server never answers"
         assert "500" in answers
         assert {"400", "421"} <= answers.keys()
-        assert ("413" in answers) == ("408" in answers) == ("requestBody" in operation)
+        of_bodies = {"408", "413", "415"}
+        assert answers.keys() & of_bodies == (of_bodies if "requestBody" in operation else set())
         assert "401" not in answers, "there are no keys"
         for status, answer in answers.items():
             if status.startswith(("4", "5")) and (path, status) not in (
@@ -89,7 +90,8 @@ def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
                 assert answer["description"]
     for path in (CHAT, TEXT, MESSAGES, RESPONSES, "/v1/link/explain"):
         answers = document["paths"][path]["post"]["responses"]
-        assert answers.keys() == {"200", "400", "404", "408", "413", "421", "429", "500", "503"}
+        others = {"200", "400", "404", "421", "429", "500", "503"}
+        assert answers.keys() == others | {"408", "413", "415"}
         assert "Retry-After" in answers["429"]["headers"]
     assert set(document["paths"][CACHES]["post"]["responses"]) >= {"400", "403", "404", "503"}
 
@@ -100,7 +102,9 @@ def test_every_answer_has_a_schema(document: dict[str, Any]) -> None:
         assert len(answers) == 1, path
         for kind, content in answers[0]["content"].items():
             if kind == "application/json":
-                assert "$ref" in content["schema"], f"{path} does not say what it answers"
+                schema = content["schema"]
+                forms = schema.get("anyOf", [schema])
+                assert all("$ref" in form for form in forms), f"{path} does not say what it answers"
 
 
 def test_keys_are_told_where_they_are_needed(
@@ -220,6 +224,8 @@ CALLING = {
     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
 }
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (RESPONSES, {"input": "a", "max_output_tokens": 1, "include": ["everything"]}),
+    (CHAT, {"messages": HELLO, "max_tokens": 1, "service_tier": "bogus"}),
     (
         CHAT,
         {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "logit_bias": {}},
@@ -360,28 +366,11 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "max_output_tokens": 1, "top_logprobs": False}),
-    (RESPONSES, {"input": "a", "include": ["everything"]}),
-    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "echo": True}),
+    (RESPONSES, {"input": "a", "include": [5]}),
     (CHAT, {"messages": HELLO, "allowed_token_ids": []}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "text", "schema": {}}}),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}),
     ("/detokenize", {"tokens": "a"}),
-    (
-        MESSAGES,
-        {
-            "messages": HELLO,
-            "max_tokens": 1,
-            "tools": [{"name": "f", "input_schema": {}, "defer_loading": 0}],
-        },
-    ),
-    (
-        MESSAGES,
-        {
-            "messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
-            "max_tokens": 1,
-        },
-    ),
-    (TEXT, {"prompt": "a", "best_of": True}),
     (CACHES, {"chunks": ["a"], "ttl": 60, "expires_at": 4e9}),
     (CACHES, {"chunks": ["a"], "split": {}}),
     (TEXT, {"prompt": ""}),
@@ -391,23 +380,20 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "tool", "content": "a"}]}),
     (CHAT, {}),
     (CHAT, {"messages": []}),
-    (CHAT, {"messages": HELLO, "temprature": 1}),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}),
     (CHAT, {"messages": HELLO, "tool_choice": "perhaps"}),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "two words"}}]}),
     (CHAT, {"messages": HELLO, "temperature": 3}),
     (CHAT, {"messages": HELLO, "logit_bias": {"a": 1}}),
-    (CHAT, {"messages": HELLO, "service_tier": "bogus"}),
+    (CHAT, {"messages": HELLO, "service_tier": 5}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}),
     (CHAT, {"messages": HELLO, "structured_outputs": {"json": 5}}),
     (CHAT, {"messages": [{"role": "user"}]}),
     (CHAT, {"messages": [{"role": "user", "content": None}]}),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "context_cache"}]}]}),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
-    (TEXT, {"prompt": "a", "best_of": 2}),
     (TEXT, {"prompt": {"type": "text", "text": "a"}}),
     (TEXT, {"prompt": "a", "stop": ["x"] * 17}),
     (CACHES, {"chunks": [""]}),
@@ -422,9 +408,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"text": "a", "prompt": "b"}),
     ("/v1/link/explain", {"messages": None}),
     (MESSAGES, {"messages": HELLO}),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}),
-    (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": ""}]}),
+    (RESPONSES, {"input": "a", "previous_response_id": ""}),
 ]
 
 

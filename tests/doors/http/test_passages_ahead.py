@@ -3,12 +3,13 @@ idle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.llm import LLM
 from kvlinker.service.implicit import ahead
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
@@ -41,7 +42,8 @@ def caches(served: Served, headers: dict[str, str] = ONE) -> list[dict[str, Any]
 def test_the_second_request_finds_chunks(served: Served) -> None:
     a, b = document("a"), document("b")
     assert ask(served, a, b)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    wait_until(lambda: len(caches(served)) == 2)
+    served.llm.settle()
+    assert len(caches(served)) == 2
     assert {cache["tier"] for cache in caches(served)} == {"host"}
     second = ask(served, b, a)
     assert [cache["created"] for cache in second["link"]["context_caches"]] == [False, False]
@@ -52,10 +54,33 @@ def test_the_second_request_finds_chunks(served: Served) -> None:
     assert "link" not in other, "another tenant has seen nothing"
 
 
+def test_what_stands_in_one_prompt_is_expected_together(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were known before, too, so that new ones have others to stand behind."""
+    told: list[set[str]] = []
+
+    def expect_together(chunks: Sequence[Chunk], *, tenant: str) -> None:
+        told.append({chunk.content for chunk in chunks})
+
+    monkeypatch.setattr(served.llm.engine, "expect_together", expect_together)
+    a, b, c = (document(f"together-{name}") for name in "abc")
+    ask(served, a, b)
+    wait_until(lambda: len(told) == 1)
+    ask(served, c, a)
+    wait_until(lambda: len(told) == 2)
+    assert (len(told[0]), len(told[1]), len(told[0] & told[1])) == (2, 2, 1)
+    ask(served, a, c)
+    passages = served.llm._reader._passages._ahead
+    assert passages
+    passages._waiting.join()
+    assert len(told) == 2, "nothing was new"
+
+
 def test_nothing_is_driven_out_for_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MEMORY_SHARE", -1)
     ask(served, document("a"))
-    passages = served.llm._reader._ahead
+    passages = served.llm._reader._passages._ahead
     assert passages
     passages._waiting.join()
     monkeypatch.undo()
@@ -77,7 +102,7 @@ def test_what_was_asked_for_stays_in_a_tenants_quota(tmp_path: Path) -> None:
         before = {cache["id"] for cache in caches(server)}
         assert len(before) == 2
         ask(server, document("a"), document("b"))
-        passages = server.llm._reader._ahead
+        passages = server.llm._reader._passages._ahead
         assert passages
         passages._waiting.join()
         assert {cache["id"] for cache in caches(server)} == before

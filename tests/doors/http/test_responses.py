@@ -62,7 +62,7 @@ def test_the_answer_is_that_of_chat_completions(served: Served, client: openai.O
     ).json()
     assert answer.output_text == chat["choices"][0]["message"]["content"]
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert (answer.instructions, answer.metadata, answer.store) == ("Be brief.", {"a": "b"}, False)
+    assert (answer.instructions, answer.metadata, answer.store) == ("Be brief.", {"a": "b"}, True)
     assert answer.usage.input_tokens == chat["usage"]["prompt_tokens"]
     assert answer.usage.output_tokens == 6
 
@@ -248,11 +248,6 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
-    ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
-    (
-        {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
-        "input.1.content.0.type",
-    ),
     ({"input": [USER, OUTPUT]}, "input.1.call_id"),
     (
         {"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": "[1]"}]},
@@ -260,13 +255,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"background": True}, "background"),
-    ({"include": ["everything"]}, "include.0"),
-    ({"reasoning": {"effort": "highest"}}, "reasoning.effort"),
-    ({"text": {"verbosity": "none"}}, "text.verbosity"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"service_tier": "priority"}, "service_tier"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"include": [5]}, "include.0"),
+    ({"service_tier": 1}, "service_tier"),
     *(
         (
             {
@@ -279,7 +269,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for stream in (False, True)
     ),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"max_output_tokens": 100_000}, "max_output_tokens"),
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
         "text.format.schema",

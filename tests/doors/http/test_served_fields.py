@@ -217,31 +217,22 @@ def test_responses_tell_log_probabilities(served: Served) -> None:
     assert unasked["output"][0]["content"][0]["logprobs"] == []
 
 
-def test_responses_store_nothing(served: Served) -> None:
-    assert ask(served, RESPONSES, store=True)["store"] is False
-    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
-        refused = served.post(RESPONSES, LEAST[RESPONSES] | {field: value})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
-        assert "nothing is kept" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "words"),
-    [
-        (CHAT, "image_url", "Images"),
-        (CHAT, "input_audio", "Audio files"),
-        (RESPONSES, "input_image", "Images"),
-        (RESPONSES, "input_audio", "Audio files"),
-        (MESSAGES, "image", "Images"),
-    ],
-)
-def test_media_are_refused_in_words(served: Served, path: str, kind: str, words: str) -> None:
-    field = "input" if path == RESPONSES else "messages"
-    turn = {"role": "user", "content": [{"type": kind}]}
-    refused = served.post(path, LEAST[path] | {field: [turn]})
-    assert refused.status_code == 400
-    message = refused.json()["error"]["message"]
-    assert f"{words} are not supported: the model reads text" in message
+def test_each_token_of_a_character_has_log_probabilities(served: Served) -> None:
+    """Also of a character that the answer's end cuts: the model's tokens are bytes."""
+    said = "é🦊!"
+    wanted = {"include": ["message.output_text.logprobs"], "guided_choice": [said], **GREEDY}
+    for most in (20, 4):
+        response = ask(served, RESPONSES, max_output_tokens=most, **wanted)
+        told = response["output"][0]["content"][0]["logprobs"]
+        assert [bytes(entry["bytes"]) for entry in told] == [
+            said.encode()[place : place + 1] for place in range(min(most, len(said.encode())))
+        ]
+        events = stream(served, RESPONSES, max_output_tokens=most, **wanted)
+        deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+        assert [entry for e in deltas for entry in e["logprobs"]] == told
+        for delta in deltas[:2]:
+            own = b"".join(bytes(entry["bytes"]) for entry in delta["logprobs"])
+            assert own.decode(errors="replace") == delta["delta"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
@@ -402,10 +393,28 @@ def test_a_model_may_have_several_names(served: Served) -> None:
         listed = named.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["one", "two"]
         assert named.get("/v1/models/two").json()["id"] == "two"
-        for name in ("one", "two", "default", None):
-            assert ask(named, model=name)["choices"]
-        unknown = named.post(CHAT, LEAST[CHAT] | {"model": "three"})
-        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        for name in ("one", "two", "default", None, "gpt-4"):
+            assert ask(named, model=name)["model"] == served.llm.model_name
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "x"},
+    "/v1/link/explain": {"prompt": "x"},
+    "/v1/context_caches": {"chunks": ["x"]},
+}
+
+
+def test_a_strict_server_refuses_other_names(served: Served, subtests: pytest.Subtests) -> None:
+    changes = {"served_model_name": "one", "strict_model": True}
+    with serving(
+        served.llm, served.llm.settings.model_copy(update=changes), closes=False
+    ) as strict:
+        for route in (*LEAST, *OTHERS):
+            with subtests.test(route):
+                answer = strict.post(route, (LEAST | OTHERS)[route] | {"model": "gpt-4"})
+                assert answer.status_code == 404
+                assert "--served-model-name" in answer.text
+        assert ask(strict, model="one")["choices"]
 
 
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -447,3 +456,14 @@ def test_reasoning_ends_by_its_grammar(served: Served) -> None:
     )
     assert answer.token_ids.index(cat) == 4, "at the end of what it may think, and not before"
     assert len(answer.token_ids) > 5
+
+
+def test_the_bytes_of_parts_of_characters_are_their_own(served: Served) -> None:
+    """Joined, they are the text."""
+    text = "日本 é 🦆"
+    fields = {"structured_outputs": {"choice": [text]}, "max_tokens": 100, "temperature": 0}
+    (choice,) = ask(served, logprobs=True, top_logprobs=2, **fields)["choices"]
+    assert choice["message"]["content"] == text
+    entries = choice["logprobs"]["content"]
+    assert len(entries) > len(text)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == text.encode()

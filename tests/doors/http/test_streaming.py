@@ -134,6 +134,13 @@ def test_completion_chunks(faked: Served) -> None:
     assert usage["usage"]["completion_tokens"] == 2
 
 
+def test_usage_that_is_not_wanted_is_not_sent(faked: Served) -> None:
+    for options in ({"include_usage": False}, {}, None):
+        *chunks, done = events(faked, CHAT, messages=MESSAGES, max_tokens=2, stream_options=options)
+        assert done == "[DONE]"
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
 def test_failure_half_way_is_an_event(faked: Served, engine: FakeEngine) -> None:
     engine.fails_at = 2
     *_, last, error, done = events(faked, CHAT, messages=MESSAGES, max_tokens=5)

@@ -49,6 +49,7 @@ NEWS: Any = {
         },
     },
 }
+CLOSED: Any = {"additionalProperties": False}
 PARAMETERS = {
     tool["function"]["name"]: tool["function"].get("parameters", {})
     for tool in (WEATHER, TIME, NEWS)
@@ -125,6 +126,48 @@ def test_one_call_where_several_are_not_wanted(served: Served, client: openai.Op
     } == {1}
 
 
+def endless(served: Served) -> dict[str, int]:
+    """Weight that keeps answers from ending where they need not."""
+    return closing(served) | {str(served.llm.tokenizer.eos_token_id): -100}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_call_ends_the_answer(
+    served: Served, client: openai.OpenAI, stream: bool
+) -> None:
+    nothing: Any = {"type": "object", "properties": {}} | CLOSED
+    tool = {"type": "function", "function": {"name": "get_time", "parameters": nothing}}
+    _, _, calls, reason = answered(
+        client,
+        stream=stream,
+        tools=[tool],
+        tool_choice="required",
+        seed=1,
+        logit_bias=endless(served),
+    )
+    assert [call.function.name for call in calls] == ["get_time"]
+    assert reason == "tool_calls"
+
+
+def test_calls_are_limited_by_a_setting(tmp_path: Path) -> None:
+    number = {"type": "integer", "minimum": 1000, "maximum": 9999}
+    numbered = {"type": "object", "properties": {"n": number}, "required": ["n"]} | CLOSED
+    settings = tiny_settings(tmp_path, max_calls=2)
+    with LLM.from_model(tiny_model(), settings) as llm:
+        weights = {"<": 50.0, "\n": 20.0, " ": -50.0, "}": 4.0}  # another call rather than the end
+        bias = {token: weights[mark] for mark in weights for token in llm.token_ids(mark)}
+        answer = llm.chat_completion(
+            QUESTION,
+            tools=[{"type": "function", "function": {"name": "draw", "parameters": numbered}}],
+            tool_choice="required",
+            max_tokens=1500,
+            seed=3,
+            logit_bias=bias | {llm.tokenizer.eos_token_id: -100},
+        )
+    assert answer.finish_reason == "tool_calls"
+    assert len(answer.tool_calls) == 2
+
+
 def test_calls_are_told_in_streams(served: Served, client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"tool_choice": "required", "seed": 1, "logit_bias": closing(served)}
     options["parallel_tool_calls"] = False
@@ -174,15 +217,50 @@ streamed = pytest.mark.parametrize("stream", [False, True])
 def test_the_model_may_call_if_it_likes(
     speaking: openai.OpenAI, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", A_CALL]
+    other = A_CALL.replace("3", "4")
+    engine.script = ["Let me", " see.\n", A_CALL[:9], A_CALL[9:40], f"{A_CALL[40:]}\n", other]
     content, _, calls, reason = answered(speaking, stream=stream)
     assert (content, reason) == ("Let me see.", "tool_calls")
     assert [json.loads(call.function.arguments) for call in calls] == [
-        {"city": "Oslo", "days": 3}
-    ] * 2
+        {"city": "Oslo", "days": days} for days in (3, 4)
+    ]
     assert len({call.id for call in calls}) == 2
     engine.script = ["Sun", "ny.\n"]
     assert answered(speaking, stream=stream) == ("Sunny.\n", "", [], "stop")
+
+
+BARE_CALL = A_CALL.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+
+
+@streamed
+def test_a_call_without_its_marks_is_one(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
+    for script in (
+        [BARE_CALL[:9], BARE_CALL[9:]],
+        ["```", "json\n", BARE_CALL[:30], BARE_CALL[30:], "\n``", "`"],
+    ):
+        engine.script = script
+        content, _, calls, reason = answered(speaking, stream=stream)
+        assert (content, reason) == ("", "tool_calls")
+        (call,) = calls
+        assert call.function.name == "get_weather"
+        assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
+
+
+@streamed
+def test_json_that_was_asked_for_is_no_call(
+    speaking: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
+    engine.script = [BARE_CALL[:9], BARE_CALL[9:]]
+    forms: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"structured_outputs": {"regex": "(?s:.*)"}}},
+        {"tool_choice": "none"},
+    ]
+    for options in forms:
+        told = answered(speaking, stream=stream, **options)
+        assert told == (BARE_CALL, "", [], "stop")
 
 
 @streamed
@@ -335,7 +413,6 @@ BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [TIME, TIME]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     (
         {"tools": [{"type": "function", "function": {"name": "two words"}}]},
         "tools.0.function.name",

@@ -41,12 +41,12 @@ def test_the_full_computation_beside_an_answer(shown: Watched) -> None:
     shown.ask("Where does Tom Reyes live?")
     compare(shown)
     timed = [body for body in bodies[1:] if body.get("stream")]
-    assert [body["link"]["policy"] for body in timed] == ["full", "query-5-sensitive"]
+    assert [body["link"]["policy"] for body in timed] == ["full", "row+query-5-sensitive"]
     assert all(body["messages"] == bodies[0]["messages"] for body in timed)
     assert len({body["cache_salt"] for body in timed}) == 2, "no time is that of what was left"
     assert "Both answers are the same, word for word." in shown.page.inner_text(".verdict")
     linked, full = shown.page.locator(".side").all_inner_texts()
-    assert linked.startswith("query-5")
+    assert linked.startswith("row+query-5")
     assert full.startswith("full")
     assert "Oslo" in linked
     assert "Oslo" in full
@@ -78,7 +78,9 @@ def test_the_difference_is_the_divergence_of_the_answers_tokens(
         reading.post("/v1/chat/completions", body | {"link": {"policy": policy}}).json()
         for policy in ("naive", "full")
     ]
-    naive, full = (answer["choices"][0]["logprobs"]["content"] for answer in answers)
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["stop", "stop"]
+    # but for the tokens that end the answers, which are no part of their texts
+    naive, full = (answer["choices"][0]["logprobs"]["content"][:-1] for answer in answers)
     assert [each["token"] for each in naive] == [each["token"] for each in full], (
         "so the full answer's own distributions are those along the naive one"
     )
@@ -106,7 +108,7 @@ def test_a_slider_measures_other_policies(shown: Watched) -> None:
     compare(shown)
     bodies = body_of(shown)
     slider = shown.page.get_by_label("Recompute more or less")
-    assert slider.get_attribute("aria-valuetext") == "query-5-sensitive"
+    assert slider.get_attribute("aria-valuetext") == "row+query-5-sensitive"
     slider.focus()
     shown.page.keyboard.press("Home")
     assert slider.get_attribute("aria-valuetext") == "naive"
@@ -114,7 +116,7 @@ def test_a_slider_measures_other_policies(shown: Watched) -> None:
     shown.page.get_by_role("button", name="Measure").click()
     shown.page.locator(".side").nth(2).wait_for()
     names = shown.page.locator(".side h3").all_inner_texts()
-    assert names == ["naive", "query-5-sensitive", "full"], "by what they compute"
+    assert names == ["naive", "row+query-5-sensitive", "full"], "by what they compute"
     assert [body["link"]["policy"] for body in bodies if body.get("stream")] == ["naive"]
     shown.page.get_by_role("button", name="Use from now on").click()
     assert shown.page.inner_text("#settings-summary").startswith("naive · ")

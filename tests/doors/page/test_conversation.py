@@ -120,7 +120,8 @@ def test_a_conversation_goes_on(shown: Watched) -> None:
 def test_tokens_are_coloured_as_the_policy_links_them(shown: Watched, reading: Served) -> None:
     """Under legolink-2, two tokens of every chunk but the first, which stands where it was
     computed, are recomputed."""
-    shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
+    people = PEOPLE.replace("Mira", "Lena")  # no earlier prompt has left it computed in full
+    shown.drop(people__md=people, nurse__txt=NURSE)
     choose_policy(shown, "legolink", tokens="2")
     bodies = body_of(shown)
     shown.ask("Where does Tom Reyes live?")
@@ -145,7 +146,7 @@ def test_tokens_are_coloured_as_the_policy_links_them(shown: Watched, reading: S
     assert counts(found) == usage(shown) == legend(shown)
     text = "".join(shown.page.locator("#tokens span").all_text_contents())
     assert NURSE in text
-    assert PEOPLE in text
+    assert people in text
     assert text.endswith("Where does Tom Reyes live?<|end|><|assistant|>")
 
 
@@ -169,7 +170,7 @@ def test_colours_are_the_usage_also_where_an_earlier_turn_is_reused(
 def test_layers_have_their_own_colours_and_shades(shown: Watched, reading: Served) -> None:
     """CacheBlend computes all of a prompt's chunks in the first layer, and ever fewer tokens of
     them behind it."""
-    shown.drop(people__md=PEOPLE, nurse__txt=NURSE)
+    shown.drop(people__md=PEOPLE.replace("Mira", "Vera"), nurse__txt=NURSE)
     choose_policy(shown, "cacheblend", percent="20")
     bodies = body_of(shown)
     shown.ask("Where does Tom Reyes live?")
@@ -200,7 +201,7 @@ def test_layers_have_their_own_colours_and_shades(shown: Watched, reading: Serve
 
 def test_policies_are_put_together_from_their_parameters(shown: Watched) -> None:
     offered = shown.page.locator("#policy option").all_text_contents()
-    assert offered[0] == "the server's (query-5-sensitive)"
+    assert offered[0] == "the server's (row+query-5-sensitive)"
     assert {"full", "cacheblend", "legolink", "another, by name"} <= set(offered)
     bodies = body_of(shown)
     choose_policy(shown, "cacheblend", percent="25", schedule="onestep", spread="")

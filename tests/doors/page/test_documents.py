@@ -3,6 +3,7 @@ are called."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,10 @@ NURSE = "Ana Petrov lives in Lima. She works as a nurse.\n"
 
 
 CONVERTER = """
-import types
-class StreamInfo:
-    def __init__(self, extension): pass
-class PdfConverter:
-    def convert(self, stream, info):
-        return types.SimpleNamespace(markdown="# Paper\\n\\n" + stream.read().decode())
-converters = types.SimpleNamespace(PdfConverter=PdfConverter)
+def extract_text(file):
+    return "# Paper\\n\\n" + file.read().decode()
 """
-"""In the place of markitdown."""
+"""In the place of pdfminer's."""
 
 UPLOADS = """async ask => {
   const request = indexedDB.open("kvlinker", 1);
@@ -135,27 +131,18 @@ def test_other_encodings_are_read_and_named(shown: Watched, reading: Served) -> 
     assert reading.get(f"/v1/context_caches/{cache['id']}/content").json()["text"] == text
 
 
-def test_a_format_without_its_converter_says_what_to_install(
-    shown: Watched, reading: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown.expected = ("400",)
-    (tmp_path / "markitdown.py").write_text("raise ModuleNotFoundError")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    shown.drop(paper__pdf=b"%PDF-1.4")
-    told = shown.page.locator("#uploads .wrong").inner_text()
-    assert told.startswith(".pdf files need a converter that is not installed: pip install")
-    assert "`" not in told
-
-
 def test_documents_are_converted(
     shown: Watched, reading: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "markitdown.py").write_text(CONVERTER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "pdfminer").mkdir()
+    (tmp_path / "pdfminer" / "__init__.py").touch()
+    (tmp_path / "pdfminer" / "high_level.py").write_text(CONVERTER)
+    others = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), others])))
     shown.drop(paper__pdf=NURSE.encode())
     (cache,) = caches(reading)
     text = reading.get(f"/v1/context_caches/{cache['id']}/content").json()["text"]
-    assert text == f"# Paper\n\n{NURSE}"
+    assert text == f"# Paper\n\n{NURSE}".strip()
 
 
 def test_the_cost_is_told_before_anything_is_computed(shown: Watched, reading: Served) -> None:

@@ -74,6 +74,31 @@ def test_other_places_without_a_model(tmp_path: Path) -> None:
         assert complaint(model) == f"No model at {model}: there is no such folder."
 
 
+def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_text(pointer)
+    assert complaint(tmp_path) == (
+        f"{weights} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in {tmp_path}."
+    )
+    weights.unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(bytes(64))
+    assert "but no model.safetensors.index.json" in complaint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text(pointer)
+    assert complaint(tmp_path).startswith(f"{tmp_path}/tokenizer.json is a pointer")
+    (tmp_path / "tokenizer.json").unlink()
+    check_model(load_settings(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name(name: str) -> None:
+    text = complaint(name)
+    assert text.startswith("The setting model is empty.")
+    assert "the model in the box is served" in text
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A hub that knows no model; returns the paths that it was asked for."""
@@ -189,6 +214,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files pass for older than they are."""
+    monkeypatch.setattr(model_files, "SETTLED_SECONDS", -60.0)
+
+
 def name_of(folder: Path, dtype: torch.dtype = torch.float32) -> str | None:
     return fingerprint_of_files(folder, dtype, state_dir=folder.parent / "state")
 
@@ -210,6 +241,7 @@ def test_what_changes_the_model_changes_its_name(folder: Path, changed: str) -> 
     assert name_of(folder) != before
 
 
+@pytest.mark.usefixtures("settled")
 def test_names_do_not_depend_on_how_files_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,20 +253,36 @@ def test_names_do_not_depend_on_how_files_are_read(
     assert blake3(bytes([1]) * 1000).hexdigest() in known
 
 
-def test_weights_are_read_once_until_size_or_time_changes(folder: Path) -> None:
+@pytest.mark.usefixtures("settled")
+def test_weights_are_read_once_until_they_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = name_of(folder)
-    file = folder / "model-00001-of-00002.safetensors"
-    time = file.stat().st_mtime_ns
-    file.write_bytes(bytes([7]) * 1000)
-    os.utime(file, ns=(time, time))
     memory = folder.parent / "state" / FINGERPRINTS
     written = memory.stat().st_ino
-    assert name_of(folder) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(model_files, "_hash_of", None)
+        assert name_of(folder) == before
     assert memory.stat().st_ino == written, "nothing is new"
-    os.utime(file, ns=(time, time + 1))
-    assert name_of(folder) != before
+    file = folder / "model-00001-of-00002.safetensors"
+    status = file.stat()
+    for content, replaces in ((bytes([7]) * 1000, False), (bytes([8]) * 1000, True)):
+        target = folder.parent / "new" if replaces else file
+        target.write_bytes(content)
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.replace(target, file)
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (1000, status.st_mtime_ns)
+        before, last = name_of(folder), before
+        assert before != last, "equal size and time are not enough"
 
 
+def test_files_that_were_just_written_are_read_again(folder: Path) -> None:
+    """They may be written again within the step in which their file system counts time."""
+    assert name_of(folder) == name_of(folder)
+    assert not (folder.parent / "state" / FINGERPRINTS).exists()
+
+
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}'])
 def test_a_damaged_memory_is_none(folder: Path, content: str) -> None:
     before = name_of(folder)

@@ -8,12 +8,12 @@ pytest.importorskip("vllm")
 from kvlinker.settings import load_settings
 from tests.engines.vllm.own_server import vllm_serving
 from tests.engines.vllm.test_kills import restarting_server
-from tests.programs import README_EXAMPLES, README_URL, output_of
+from tests.programs import README_CLIENT, README_URL, output_of
 
 
 @pytest.mark.whole
 def test_vllms_own_server(tmp_path):
-    program, shown = README_EXAMPLES[0]
+    program, shown = README_CLIENT
     with vllm_serving(
         load_settings().model, tmp_path / "log", {"state_dir": str(tmp_path / "state")}
     ) as url:
@@ -23,7 +23,7 @@ def test_vllms_own_server(tmp_path):
 @pytest.mark.whole
 def test_kvlinkers_server(tmp_path):
     """Nothing else starts vLLM as the command does."""
-    program, shown = README_EXAMPLES[0]
+    program, shown = README_CLIENT
     with restarting_server(tmp_path) as (url, _):
         assert output_of(program.replace(README_URL, url)) == shown
         assert "Traceback" not in (tmp_path / "log").read_text()

@@ -19,7 +19,7 @@ from kvlinker.engines.native.placing import native_placing
 from kvlinker.engines.vllm.protocol.transfer_plan import plan_capture
 from kvlinker.engines.vllm.worker.fused_placing import FusedPlacing
 from kvlinker.linking import Evidence, parse_policy
-from kvlinker.linking.evidence import NoVariants
+from kvlinker.linking.evidence import EmptyLibrary
 from kvlinker.linking.plan import layer_masks
 from kvlinker.linking.selection import highest, share
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
@@ -116,7 +116,7 @@ def test_policies_that_look_at_scores_equal_the_oracle(linked, prompt, policy):
 
 
 def test_set_prefix_puts_the_exact_chunks_first(linked, prompt):
-    arranged = parse_policy("set-prefix").arrange(prompt, NoVariants())
+    arranged = parse_policy("set-prefix").arrange(prompt, EmptyLibrary())
     output = linked.answer(arranged, "set-prefix")
     assert difference(output, arranged, "set-prefix", linked.family) < TOLERANCE
 

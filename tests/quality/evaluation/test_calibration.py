@@ -36,7 +36,9 @@ class Scripted:
     def require_supported(self, policies: Sequence[str]) -> None:
         assert set(policies) <= self.told.keys()
 
-    def examine(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...] | Skipped:
+    def examine(
+        self, example: Example, policies: Sequence[str], _together: Sequence[str] = ()
+    ) -> tuple[Result, ...] | Skipped:
         if example.id in self.skipped:
             return Skipped(example.id, "too long")
         return tuple(
@@ -48,6 +50,8 @@ class Scripted:
                 recomputed_tokens=self.told[policy][1],
                 agreement=1.0,
                 kl=0.0,
+                answer_agreement=1.0,
+                answer_kl=0.0,
             )
             for policy in policies
         )

@@ -21,9 +21,9 @@ EXAMPLES = [make_example(number) for number in range(5)]
 class _Counting(Examiner):
     """Remembers what it was asked."""
 
-    def examine(self, example, policies):
+    def examine(self, example, policies, together=()):
         asked.append(example.id)
-        return super().examine(example, policies)
+        return super().examine(example, policies, together)
 
 
 asked: list[str] = []
@@ -120,7 +120,9 @@ def test_skipped_examples_are_not_journaled(llm, tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("own", [{"text": "a\nb"}, {"loss": 1 / 3}])
+@pytest.mark.parametrize(
+    "own", [{"text": "a\nb", "answer_agreement": 1.0, "answer_kl": 0.25}, {"loss": 1 / 3}]
+)
 def test_results_survive_the_journal_with_all_their_fields(tmp_path, own):
     kind = ExampleAnswer if "text" in own else Scored
     result = kind("d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own)

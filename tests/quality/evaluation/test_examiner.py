@@ -1,6 +1,7 @@
 """One example under several policies, on a tiny random model."""
 
 import dataclasses
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvlinker.linking import Policy
 from kvlinker.llm import LLM
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import ExampleAnswer, Skipped
+from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import WINDOW, make_example, results_of
 from tests.toy_models import loaded_model
@@ -51,6 +53,39 @@ def test_full_agrees_with_itself_exactly_and_others_less(llm):
         assert (
             naive.recomputed_fraction == 0 < lego.recomputed_fraction < half.recomputed_fraction < 1
         )
+
+
+def test_policies_are_compared_along_fulls_answer(llm):
+    """Each token's distribution behind the same tokens, whatever the policy itself would say."""
+    for number in range(20):
+        recording: Any = _Recording(llm)
+        full, naive = results_of(
+            Examiner(recording).examine(make_example(number), ("full", "naive")), ExampleAnswer
+        )
+        if len(recording.answers) == 3:  # else naive has said the same
+            break
+    expected, own, forced = recording.answers
+    assert own.token_ids != expected.token_ids == forced.token_ids
+    assert own.logprobs[0].top == forced.logprobs[0].top
+    pairs = [
+        (NextToken.of(one.top), NextToken.of(other.top))
+        for one, other in zip(expected.logprobs, forced.logprobs, strict=True)
+    ]
+    assert naive.answer_kl == pytest.approx(fmean(kl_divergence(*pair) for pair in pairs))
+    assert naive.answer_agreement == fmean(agree(*pair) for pair in pairs)
+    assert naive.answer_kl != naive.kl
+    assert (full.answer_kl, full.answer_agreement) == (0, 1)
+
+
+def test_kv_at_later_places_is_there_before_a_policy_is_asked_that_needs_it(llm):
+    """It stands behind the passages that come together, else behind the example's own."""
+    example, other = make_example(50), make_example(51)
+    mixed = [text for pair in zip(example.passages, other.passages, strict=True) for text in pair]
+    (apart,) = results_of(Examiner(llm).examine(example, ("row",), mixed), ExampleAnswer)
+    assert apart.recomputed_tokens == 0 < apart.answer_kl
+    (own,) = results_of(Examiner(llm).examine(make_example(52), ("row",)), ExampleAnswer)
+    assert own.recomputed_tokens == 0
+    assert own.answer_kl == pytest.approx(0, abs=1e-4)
 
 
 def test_full_asked_again_is_the_same_to_the_bit(llm):
@@ -153,12 +188,24 @@ class _Wrapped:
         return getattr(self._llm, name)
 
 
-class _Silent(_Wrapped):
-    """Every answer ends with its first token, unless that is ignored."""
+class _Recording(_Wrapped):
+    """Remembers its answers."""
 
-    def chat_completion(self, messages, *, ignore_eos=False, **options):
-        answer = self._llm.chat_completion(messages, ignore_eos=ignore_eos, **options)
-        return answer if ignore_eos else dataclasses.replace(answer, text="", logprobs=())
+    def __init__(self, llm):
+        super().__init__(llm)
+        self.answers = []
+
+    def chat_completion(self, messages, **options):
+        self.answers.append(self._llm.chat_completion(messages, **options))
+        return self.answers[-1]
+
+
+class _Silent(_Wrapped):
+    """Every answer ends with its first token."""
+
+    def chat_completion(self, messages, **options):
+        ending = self._llm.tokenizer.eos_token_id
+        return self._llm.chat_completion(messages, logit_bias={ending: 100}, **options)
 
 
 class _Failing(_Wrapped):

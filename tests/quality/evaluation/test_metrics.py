@@ -15,6 +15,7 @@ from kvlinker.quality.evaluation.metrics import (
     exact_match,
     f1,
     jaccard,
+    names,
     normalised,
     rouge_l,
     similarity,
@@ -92,3 +93,22 @@ def test_the_same_answer_is_always_fully_similar():
     assert rouge_l("", "") == rouge_l("日本", "日本") == 0
     assert similarity(rouge_l, "", "") == similarity(rouge_l, "日本", "日本") == 1
     assert similarity(jaccard, "x y", "x z") == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("It was Clara Varga, in Linz.", 1),
+        ("VARGA!", 1),
+        ("The Vargas founded it.", 0),
+        ("", 0),
+        ("It was Clara, and Varga is in Linz.", 1),
+    ],
+)
+def test_an_answer_names_whole_words(answer, expected):
+    assert names(answer, "Varga") == expected
+
+
+def test_an_answer_names_words_that_stand_together():
+    assert names("Born in the New York of 1911", "new york") == 1
+    assert names("A new bridge in York", "New York") == 0

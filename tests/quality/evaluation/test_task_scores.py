@@ -7,8 +7,9 @@ from kvlinker.quality.evaluation.task_scores import task_scores
 from tests.quality.evaluation.conftest import make_continuation, make_example
 
 
-def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0):
-    return ExampleAnswer(example.digest, policy, cached, recomputed, agreement, kl, text)
+def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, along=0.0):
+    first = (agreement, kl)
+    return ExampleAnswer(example.digest, policy, cached, recomputed, *first, text, 1.0, along)
 
 
 def answered():
@@ -35,8 +36,8 @@ def by_name(found):
 def test_every_task_and_all_of_them_get_every_metric():
     found = task_scores(answered(), ["p", "full"])
     rows = by_name(found)
-    assert len(rows) == len(found) == 3 * 2 * 7
-    assert [score.task for score in found[::14]] == ["even", "odd", "all"]
+    assert len(rows) == len(found) == 3 * 2 * 10
+    assert [score.task for score in found[::20]] == ["even", "odd", "all"]
     assert {score.n for score in found if score.task == "even"} == {2}
     exact = rows["all", "p", "exact_match"]
     assert exact.score == pytest.approx(1 / 3)
@@ -92,3 +93,26 @@ def test_continuations_are_scored_by_their_loss():
     assert naive.kl == pytest.approx(0.1)
     assert (naive.agreement, naive.recomputed_fraction) == (0.5, 0)
     assert (full.vs_full_low, full.vs_full_high) == (0, 0)
+
+
+def test_divergence_along_answers_and_wrong_names_are_told():
+    first, second = (make_example(n, wrong=("red", "green")) for n in (0, 2))
+    told = [
+        (first, [result(first, "full", "blue"), result(first, "p", "Green it is", along=0.5)]),
+        (second, [result(second, "full", "red"), result(second, "p", "blue", along=0.1)]),
+    ]
+    rows = by_name(task_scores(told, ["p", "full"]))
+    linked, full = rows["even", "p", "mixed"], rows["even", "full", "mixed"]
+    assert (linked.answer_kl, linked.mixed) == (pytest.approx(0.3), 0.5)
+    assert (full.answer_kl, full.mixed) == (0, 0.5)
+    assert (linked.score, linked.vs_full) == (0.5, 0)
+    along = rows["even", "p", "answer_kl"]
+    assert along.score == pytest.approx(0.3)
+    assert along.ci_low == pytest.approx(0.1)
+    assert along.row()["mixed"] == 0.5
+
+
+def test_what_no_example_tells_is_no_column():
+    (one, *_) = answered()
+    (score, *_) = task_scores([one], ["full"])
+    assert "mixed" not in score.row()

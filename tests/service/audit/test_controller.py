@@ -157,12 +157,9 @@ LADDERS: list[tuple[str, tuple[str, ...], list[str], int]] = [
     ("query-7", (), ["query-1", "query-2", "query-5", "query-7"], 3),
     ("legolink-16", (), ["legolink-1", "legolink-2", "legolink-4", "legolink-8"], 4),
     ("naive", (), ["naive", "query-1-sensitive", "query-2-sensitive", "query-5-sensitive"], 0),
-    (
-        "query-5+legolink-4",
-        (),
-        ["query-5+legolink-4", *(f"query-{r}-sensitive" for r in (1, 2, 5))],
-        0,
-    ),
+    ("row+query-5", (), [f"row+query-{r}" for r in (1, 2, 5, 10)], 2),
+    ("query-5+legolink-4", (), [f"query-{r}+legolink-4" for r in (1, 2, 5, 10)], 2),
+    ("row", (), ["row", *(f"query-{r}-sensitive" for r in (1, 2, 5))], 0),
     (
         "query-5",
         ("naive", "query-5", "query-5+legolink-4"),

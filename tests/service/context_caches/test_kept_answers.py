@@ -26,6 +26,8 @@ ENCODER = TextEncoder(byte_level())
 class Parts:
     """Reads an answer that has these parts, whatever its text."""
 
+    is_over = False
+
     def __init__(self, *pieces: AnswerPiece) -> None:
         self._pieces = pieces
 

@@ -1,17 +1,18 @@
-"""Prompts' texts are marked at their second sight, and where they are known."""
+"""Texts of prompts are found at their second sight, and where they are known."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from kvlinker.base.events import Events
-from kvlinker.base.types.messages import CachedPart, ChatMessage, ContextCacheReference, MarkedText
 from kvlinker.prompting.encoding import TextEncoder
+from kvlinker.prompting.texts import PromptText, TokenPlaces
 from kvlinker.service.implicit import recognition
 from kvlinker.service.implicit.known import WindowHash
 from kvlinker.service.implicit.recognition import Recognizer
@@ -55,97 +56,63 @@ class Reader:
         made: Any = self.catalog
         self.recognizer = Recognizer(made, ENCODER, Events(), fingerprint="model")
 
-    def marked(
-        self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True
-    ) -> list[str]:
-        """The texts that are marked; all else is what was asked."""
-        asked = [
-            message if isinstance(message, ChatMessage) else user(message) for message in messages
-        ]
-        told, self.new = self.recognizer.mark(asked, tenant=tenant, notes=notes)
-        assert [_text(message) for message in told] == [_text(message) for message in asked]
-        assert [replace(message, content=()) for message in told] == [
-            replace(message, content=()) for message in asked
-        ]
-        return [
-            part.text
-            for message in told
-            for part in message.content
-            if isinstance(part, MarkedText)
-        ]
+    def found(self, *messages: str, tenant: str = "anna", notes: bool = True) -> list[str]:
+        """The texts that are found in a prompt of these messages."""
+        told = self.recognizer.read([prompt(*messages)], tenant=tenant, notes=notes)
+        self.new = [passage.text for passage in told.new]
+        return [passage.text for passage in told.chunks]
 
 
-def user(*content: str | CachedPart) -> ChatMessage[CachedPart]:
-    return ChatMessage("user", content)
-
-
-def _answer(text: str) -> ChatMessage[CachedPart]:
-    return ChatMessage("assistant", (text,))
-
-
-def _calling(call_id: str) -> ChatMessage[CachedPart]:
-    return ChatMessage("assistant", (), fields={"tool_calls": [{"id": call_id}]})
-
-
-def _tools(*definitions: str) -> ChatMessage[CachedPart]:
-    return ChatMessage("tools", definitions, fields={"tools": []})
-
-
-def _text(message: ChatMessage[CachedPart]) -> str:
-    return "".join(
-        part.text if isinstance(part, MarkedText) else str(part) for part in message.content
-    )
+def prompt(*messages: str, before: str = "") -> PromptText:
+    """A prompt in which each message has a line before it."""
+    lines = [f"<turn>\n{message}\n" for message in messages]
+    ends = list(accumulate(map(len, lines)))
+    spans = [(end - len(message) - 1, end - 1) for message, end in zip(messages, ends, strict=True)]
+    none = np.arange(0)
+    return PromptText("".join(lines), TokenPlaces(none, none), messages=tuple(spans), before=before)
 
 
 def joined(*documents: str, question: str) -> str:
     return "Use the context:\n\n" + "\n\n".join(documents) + f"\n\nQuestion: {question}"
 
 
-def test_passages_are_marked_at_their_second_sight_and_known_then() -> None:
+def test_passages_are_found_at_their_second_sight_and_known_then() -> None:
     reader = Reader()
     a, b, c = map(document, "abc")
-    assert reader.marked(joined(a, b, question="Who?")) == []
-    assert reader.marked(joined(b, c, question="Why?")) == [b]
+    assert reader.found(joined(a, b, question="Who?")) == []
+    assert reader.found(joined(b, c, question="Why?")) == [b]
     reader.catalog.enter(b)
-    assert reader.marked(f"See {b} there.") == [b], "inside a line, too"
+    assert reader.found(f"See {b} there.") == [b], "inside a line, too"
 
 
-def test_results_of_tools_are_marked_at_their_second_sight() -> None:
-    reader = Reader()
-    result: ChatMessage[CachedPart] = ChatMessage(
-        "tool", (document("a"),), fields={"tool_call_id": "c1"}
-    )
-    assert reader.marked("Who?", _calling("c1"), result) == []
-    assert reader.marked("Who?", _calling("c1"), result, "Sure?") == [], "the conversation goes on"
-    assert reader.marked(
-        "Who?", _calling("c2"), replace(result, fields={"tool_call_id": "c2"})
-    ) == [document("a")]
-
-
-def test_behind_other_tools_nothing_begins_alike() -> None:
-    reader = Reader()
-    assert reader.marked(_tools("f"), document("a")) == []
-    assert reader.marked(_tools("f"), document("a")) == []
-    assert reader.marked(_tools("g"), document("a")) == [document("a")]
-
-
-def test_definitions_of_tools_are_marked_at_their_second_sight() -> None:
-    """In another row, that is: tools that always stand first are reused as they were computed."""
+def test_behind_other_texts_nothing_begins_alike() -> None:
+    """As definitions of tools, which many templates print behind the system prompt."""
     reader = Reader()
     f, g = (
         f'{{"name": "{name}", "description": "{document(name)[:300]}"}}'.replace("\n", " ")
         for name in "fg"
     )
-    assert reader.marked(_tools(f, g), "Who?") == []
-    assert reader.marked(_tools(f, g), "Why?") == []
-    assert reader.marked(_tools(g, f), "Who?") == [g, f]
+    assert reader.found("In shop.", f"{f}\n{g}", "Who?") == []
+    assert reader.found("In shop.", f"{f}\n{g}", "Why?") == []
+    assert reader.found("In bank.", f"{g}\n{f}", "Who?") == [g, f]
+    assert reader.found("In town.", f"{g}\n{f}", "Who?") == [f"{g}\n{f}"]
 
 
-def test_whole_parts_are_marked_at_their_second_sight() -> None:
+def test_behind_other_chunks_nothing_begins_alike() -> None:
     reader = Reader()
-    text = "One line of many words. " * 20
-    assert reader.marked(user(text, "Who?")) == []
-    assert reader.marked(user("Listen.", text, "Why?")) == [text.strip()]
+    a = document("a")
+    told = [
+        reader.recognizer.read([prompt(a, before=before)], tenant="anna")
+        for before in ("one", "one", "two")
+    ]
+    assert [len(each.chunks) for each in told] == [0, 0, 1]
+
+
+def test_whole_messages_are_found_at_their_second_sight() -> None:
+    reader = Reader()
+    text = ("One line of many words. " * 20).strip()
+    assert reader.found(text, "Who?") == []
+    assert reader.found("Listen.", text, "Why?") == [text]
 
 
 def test_known_chunks_are_found_at_first_sight() -> None:
@@ -153,32 +120,21 @@ def test_known_chunks_are_found_at_first_sight() -> None:
     a, b = "A short text of a chunk, created by name.", document("b")
     for text in (a, b):
         reader.catalog.enter(text)
-    assert reader.marked(ChatMessage("tool", (f"{b}\n{a}",)), f"It says: {a}") == [b, a, a]
-    assert reader.marked(f"It says: {a}", tenant="bert") == []
+    assert reader.found(f"{b}\n{a}", f"It says: {a}") == [b, a, a]
+    assert reader.found(f"It says: {a}", tenant="bert") == []
 
 
 def test_a_prompt_is_not_its_own_second_sight() -> None:
-    assert Reader().marked(document("a"), document("a")) == []
-
-
-def test_other_parts_stay() -> None:
-    reader = Reader()
-    a = document("a")
-    reader.marked("Hi.", a)
-    content = (ContextCacheReference("cc_1"), MarkedText(a), f"{a}\n\n?")
-    told, _ = reader.recognizer.mark([ChatMessage("user", content, "ann")], tenant="anna")
-    assert told == [ChatMessage("user", (*content[:2], MarkedText(a), "\n\n?"), "ann")]
+    assert Reader().found(document("a"), document("a")) == []
 
 
 def test_a_conversation_that_goes_on_is_one_sight() -> None:
     reader = Reader()
-    a, answer = document("a"), _answer("An answer. " * 40)
-    assert reader.marked(a) == []
-    assert reader.marked(a, answer, "And then?") == []
-    assert reader.marked(a, answer, "And then?", answer, "So?") == [_text(answer).strip()], (
-        "said again"
-    )
-    assert reader.marked("Hi.", a) == [a], "in another conversation"
+    a, answer = document("a"), ("An answer. " * 40).strip()
+    assert reader.found(a) == []
+    assert reader.found(a, answer, "And then?") == []
+    assert reader.found(a, answer, "And then?", answer, "So?") == [answer], "said again"
+    assert reader.found("Hi.", a) == [a], "in another conversation"
 
 
 def test_what_begins_as_an_earlier_prompt_is_reused_and_not_linked() -> None:
@@ -187,23 +143,19 @@ def test_what_begins_as_an_earlier_prompt_is_reused_and_not_linked() -> None:
     reader = Reader()
     a, b, c = map(document, "abc")
     for _ in range(3):
-        assert reader.marked(joined(a, b, question="Who?")) == []
-    assert reader.marked(joined(a, b, question="Why?")) == []
-    assert reader.marked(joined(a, c, b, question="Why?")) == [b]
-    assert reader.marked(joined(a, c, question="Where?")) == []
-    assert reader.marked(ChatMessage("system", (joined(a, b, question="Who?"),))) == [
-        joined(a, b, question="Who?")
-    ]
+        assert reader.found(joined(a, b, question="Who?")) == []
+    assert reader.found(joined(a, b, question="Why?")) == []
+    assert reader.found(joined(a, c, b, question="Why?")) == [b]
+    assert reader.found(joined(a, c, question="Where?")) == []
+    assert reader.found("Hi.", joined(a, b, question="Who?")) == [joined(a, b, question="Who?")]
     reader.catalog.enter(a)
-    assert reader.marked(joined(a, b, question="When?")) == [a], (
-        "what is known is recognised anywhere"
-    )
+    assert reader.found(joined(a, b, question="When?")) == [a], "what is known is found anywhere"
 
 
 def test_what_is_not_noted_was_not_seen() -> None:
     reader = Reader()
     for _ in range(3):
-        assert reader.marked(document("a"), notes=False) == []
+        assert reader.found(document("a"), notes=False) == []
 
 
 def test_requests_make_no_tables_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +163,7 @@ def test_requests_make_no_tables_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recognition, "WindowHash", tables)
     reader = Reader()
     for tenant in ("anna", "bert", "anna"):
-        reader.marked(document("a"), tenant=tenant)
+        reader.found(document("a"), tenant=tenant)
     assert tables.call_count == 1
 
 
@@ -219,9 +171,19 @@ def test_tenants_see_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recognition, "MOST_TENANTS", 1)
     reader = Reader()
     a = document("a")
-    assert reader.marked(a) == reader.marked(a, tenant="bert") == []
-    assert reader.marked(f"See:\n{a}", tenant="bert") == [a]
-    assert reader.marked(f"See:\n{a}") == [], "forgotten for another tenant"
+    assert reader.found(a) == reader.found(a, tenant="bert") == []
+    assert reader.found(f"See:\n{a}", tenant="bert") == [a]
+    assert reader.found(f"See:\n{a}") == [], "forgotten for another tenant"
+
+
+def test_pieces_were_seen_by_their_own_tenant_and_salt() -> None:
+    recognizer = Reader().recognizer
+    one, two = "01" * 32, "02" * 32
+    assert recognizer.seen_before([one], tenant="anna") == set()
+    assert recognizer.seen_before([one, two], tenant="anna", notes=False) == {one}
+    assert recognizer.seen_before([one, two], tenant="anna") == {one}
+    assert recognizer.seen_before([one, two], tenant="anna", salt="salt") == set()
+    assert recognizer.seen_before([one, two], tenant="bert") == set()
 
 
 def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> None:
@@ -233,11 +195,12 @@ def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> No
         for number in range(9)
     ]
     assert min(map(len, texts)) > 9000
-    reader.marked("load")
+    reader.found("load")
     seconds = []
     for text in (*texts, *texts):
+        source = prompt(text)
         begun = time.thread_time()
-        reader.recognizer.mark([user(text)], tenant="anna")
+        reader.recognizer.read([source], tenant="anna")
         seconds.append((time.thread_time() - begun) / len(text) * 10_000)
     assert min(seconds) < 0.003
 
@@ -245,12 +208,40 @@ def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> No
 def test_paragraphs_are_told_at_their_first_sight() -> None:
     reader = Reader()
     a, b, c = (document(name) for name in "abc")
-    assert reader.marked(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWho?") == []
+    assert reader.found(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWho?") == []
     assert reader.new == [a, b, c], "what is short is computed as quickly"
-    assert reader.marked(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWhy?") == []
+    assert reader.found(f"Read this.\n\n{a}\n\n{b}\n---\n{c}\n\nWhy?") == []
     assert reader.new == [], "it begins as an earlier one"
     d = document("d")
-    assert reader.marked(f"See:\n{b}\n\n{d}") == [b]
+    assert reader.found(f"See:\n{b}\n\n{d}") == [b]
     assert reader.new == [d], "what is a passage by now is not told again"
-    reader.marked(document("e"), notes=False)
+    reader.found(document("e"), notes=False)
     assert reader.new == []
+
+
+def noticed(reader: Reader, *messages: str, tenant: str = "anna") -> list[str]:
+    found = reader.recognizer.notice([prompt(*messages)], tenant=tenant)
+    return [passage.text for passage in found]
+
+
+def test_what_would_be_found_is_noticed() -> None:
+    reader = Reader()
+    a, b, c = map(document, "abc")
+    orders = ([a, b], [a, b], [b, c], [c, a])
+    told = [noticed(reader, joined(*order, question="Who?")) for order in orders]
+    assert told == [[], [], [b], [c, a]]
+    assert noticed(reader, a, tenant="bert") == []
+    reader.catalog.enter(document("d"))
+    assert noticed(reader, document("d")) == [], "the catalog is not asked"
+
+
+def test_short_passages_are_noticed_where_they_make_a_run() -> None:
+    """Lines of fewer than 32 tokens each, which followed each other before."""
+    reader = Reader()
+    lines = [f"Line {number} says little, as others do." for number in range(12)]
+    run = "\n\n".join(lines[:9])
+    assert len(run) >= 256 > len("\n\n".join(lines[:3]))
+    assert noticed(reader, f"One.\n\n{run}") == []
+    assert noticed(reader, f"Another.\n\n{run}\n\nWho?") == [run]
+    apart = "\n\n".join(line for pair in zip(lines[:6], lines[6:], strict=True) for line in pair)
+    assert noticed(reader, f"Third.\n\n{apart}") == []

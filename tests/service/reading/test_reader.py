@@ -4,7 +4,6 @@ texts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from kvlinker.base.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
 from kvlinker.base.events import Events
+from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
@@ -81,6 +81,7 @@ class Implicits:
         known: Mapping[Chunk, FoundChunk],
         *,
         tenant: str,
+        kept: Sequence[str] = (),
     ) -> dict[Chunk, FoundChunk]:
         assert tenant == "anna"
         found = {chunk: known[chunk] for chunk in texts if chunk in known}
@@ -99,13 +100,27 @@ class Implicits:
 
 
 class BuiltPrompt(list[Any]):
-    """Messages and documents; chunks are those of definitions, but for one that does not stand
-    there just once."""
+    """Messages and documents without texts; of definitions, one does not stand there just once."""
+
+    texts = ()
 
     def __init__(self, messages: Any, documents: Any, definitions: Mapping[str, Chunk]) -> None:
         super().__init__([messages, documents])
         self.definitions = definitions
-        self.chunks = [chunk for text, chunk in definitions.items() if text != "twice"]
+        parts = [chunk for text, chunk in definitions.items() if text != "twice"]
+        parts += [document.text for document in documents]
+        parts += [part for message in messages for part in message.content]
+        self.chunks = [part for part in parts if isinstance(part, Chunk)]
+
+
+class CompletionParts(tuple[Any, ...]):
+    """The parts of a completion's prompt without texts."""
+
+    texts = ()
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [part for part in self if isinstance(part, Chunk)]
 
 
 class Limit:
@@ -146,6 +161,7 @@ class Builder:
         *,
         options: TemplateOptions,
         definitions: Mapping[str, Chunk],
+        with_texts: bool,
     ) -> Any:
         if any(
             message.role == "picky" and not isinstance(message.content[0], str)
@@ -158,33 +174,22 @@ class Builder:
             built += ["over"] * Limit.MOST
         return built
 
-    def completion(self, prompt: Any, *, special_tokens: bool = True) -> Any:
-        return prompt
+    def completion(
+        self, prompt: Any, *, special_tokens: bool = True, with_texts: bool = False
+    ) -> Any:
+        return CompletionParts(prompt)
 
 
 class Finder:
-    """A recognizer that finds the text ``found``, and notes what it may remember and what comes
-    before."""
+    """A recognizer of a tenant that keeps no answers, in whose prompts seven tokens come again."""
 
-    def __init__(self) -> None:
-        self.noted: list[bool] = []
-        self.openings: list[Any] = []
-
-    def mark_answers(self, messages: Any, *, tenant: str, salt: str) -> Any:
+    def keeps_answers(self, tenant: str) -> bool:
         assert tenant == "anna"
-        return messages
+        return False
 
-    def mark(self, messages: Any, *, tenant: str, salt: str, notes: bool) -> Any:
+    def notice(self, texts: Any, *, tenant: str, salt: str) -> Any:
         assert tenant == "anna"
-        self.noted.append(notes)
-        self.openings.append(messages[0])
-        return [
-            replace(
-                m,
-                content=tuple(MarkedText(part) if part == "found" else part for part in m.content),
-            )
-            for m in messages
-        ], []
+        return [SimpleNamespace(tokens=(3, 10))]
 
 
 def reader(
@@ -264,44 +269,6 @@ def test_chunks_take_the_places_of_marked_texts() -> None:
     assert [each.id for each in read.linked] == ["cc_z", "cc_x"]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
-    reading, _, _ = reader("cc_1")
-    how = ReadOptions("anna", implicit=Implicit.AUTO, keeps=keeps)
-    found = Chunk(tuple(map(ord, "found")))
-    read = reading.chat([ChatMessage("user", ("found", ONE, "a"))], how)
-    assert read.prompt[0] == [ChatMessage("user", (found, Chunk((0,)), "a"))]
-    assert reading.completion(("found", "b"), how).prompt == (found, "b")
-    assert reading._recognizer.noted == [keeps, keeps]
-    assert reading.completion(("found",), ANNA).prompt == ("found",), "only where that is wanted"
-
-
-def test_calls_and_results_stay_with_their_messages() -> None:
-    reading, _, _ = reader("cc_1")
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    asked: ChatMessage = ChatMessage(
-        "assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."}
-    )
-    result: ChatMessage = ChatMessage(
-        "tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"}
-    )
-    options = TemplateOptions(tools=({"type": "function", "function": {"name": "f"}},))
-    how = ReadOptions("anna", implicit=Implicit.AUTO)
-    read = reading.chat([asked, result], how, options=options)
-    found = Chunk(tuple(map(ord, "found")))
-    assert read.prompt[0] == [
-        asked,
-        ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields),
-    ]
-    reading.chat([ChatMessage("user", ("a",))], how)
-    assert reading._builder.options == [options, TemplateOptions()]
-    none: dict[str, Any] = {"tools": []}
-    assert reading._recognizer.openings == [
-        ChatMessage("tools", ("f",), fields=none),
-        ChatMessage("tools", (), fields=none),
-    ]
-
-
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
 
 
@@ -324,16 +291,7 @@ def test_marked_definitions_of_tools_become_chunks() -> None:
     )
 
 
-def test_definitions_are_recognised_where_that_is_wanted() -> None:
-    reading, _, _ = reader()
-    options = TemplateOptions(tools=(tool("plain"), tool("found")))
-    read = reading.chat(
-        [ChatMessage("user", ("a",))], ReadOptions("anna", implicit=Implicit.AUTO), options=options
-    )
-    assert list(read.prompt.definitions) == ["found"]
-
-
-@pytest.mark.parametrize("implicit", ["marked", "off"])
+@pytest.mark.parametrize("implicit", list(Implicit))
 def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
     reading, _, _ = reader()
     options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
@@ -348,7 +306,11 @@ def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [ReadOptions("anna", implicit=Implicit.OFF), ReadOptions("anna", policy=parse_policy("full"))],
+    [
+        ReadOptions("anna", implicit=Implicit.OFF),
+        ReadOptions("anna", implicit=Implicit.STRUCTURE),
+        ReadOptions("anna", policy=parse_policy("full")),
+    ],
 )
 def test_marks_may_mean_nothing(how: ReadOptions) -> None:
     reading, _, implicit = reader("cc_1")
@@ -372,6 +334,26 @@ def test_what_the_template_does_not_take_is_text() -> None:
     assert [each.id for each in read.linked] == ["cc_1"]
     with pytest.raises(InvalidRequestError):
         reading.chat([ChatMessage("picky", (ONE,))], ANNA)
+
+
+@pytest.mark.parametrize(
+    ("options", "noticed"),
+    [
+        ({}, True),
+        ({"implicit": Implicit.OFF}, True),
+        ({"implicit": Implicit.AUTO}, False),
+        ({"implicit": Implicit.STRUCTURE}, False),
+        ({"policy": parse_policy("full")}, False),
+        ({"keeps": False}, False),
+    ],
+)
+def test_texts_that_would_be_found_are_counted_where_they_are_not_looked_for(
+    options: dict[str, Any], noticed: bool
+) -> None:
+    reading, _, _ = reader()
+    read = reading.completion(("a", "b"), ReadOptions("anna", **options))
+    assert read.reusable == (7 if noticed else 0)
+    assert read.reusable_of(Usage(0, 0, 1)) == min(1, read.reusable), "no more than are fresh"
 
 
 @pytest.mark.parametrize(

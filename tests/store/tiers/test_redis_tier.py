@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from pydantic import ByteSize
 
 from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
+from kvlinker.base.installing import install_command
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier, redis_tier
@@ -370,5 +371,5 @@ def test_a_missing_library_is_told_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"kvlinker.store.tiers.{module}", raising=False)
-    with pytest.raises(StoreError, match=re.escape(f"'kvlinker[{extra}]'")):
+    with pytest.raises(StoreError, match=re.escape(install_command(extra))):
         make(1, Events())

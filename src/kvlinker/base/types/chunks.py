@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -16,6 +17,9 @@ from kvlinker.base.types.tenants import SHARED_TENANT
 
 CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
 """Matches the keys that ``chunk_key`` returns."""
+
+LAST_PLACE = 7
+"""The last place in a row of texts for which chunks have KV of their own."""
 
 Eviction = Literal["lru", "reuse"]
 """The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least
@@ -79,6 +83,11 @@ class Chunk:
 
     origin: Origin = Origin.TEXT
 
+    place: int = 0
+    """Its place in a row of texts, by the number of texts before it, of which ``LAST_PLACE`` stands
+    for all later ones too. At 0 its KV was computed right behind ``prefix``; at any other, as many
+    texts stood between the two (``engines.contract.rows``)."""
+
     scored: bool = field(default=True, compare=False)
     """False if attention scores are collected with its KV only where the policy that links it needs
     them: a text that a prompt brought is computed while its answer waits."""
@@ -109,13 +118,30 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
 
     A shared chunk's tenant is always SHARED_TENANT.
     """
-    return packed_chunk_key(
+    key = packed_chunk_key(
         np.asarray(chunk.tokens, dtype="<u4").tobytes(),
         np.asarray(chunk.prefix, dtype="<u4").tobytes(),
         fingerprint=salted(fingerprint, chunk.salt),
         owner=SHARED_TENANT if chunk.shared else tenant,
         origin=chunk.origin,
     )
+    return key if chunk.place == 0 else place_keys(key)[chunk.place - 1]
+
+
+_PLACED = "kvlinker-place-2"
+"""Begins what keys of KV at a place are hashed from. Other rows need another number."""
+
+
+def place_keys(key: str) -> tuple[str, ...]:
+    """Return the keys of a chunk's KV at the places 1 to ``LAST_PLACE``, given its ``chunk_key`` at
+    place 0."""
+    places = range(1, LAST_PLACE + 1)
+    return tuple(hashlib.sha256(f"{_PLACED} {key} {at}".encode()).hexdigest() for at in places)
+
+
+def with_places(keys: Iterable[str]) -> frozenset[str]:
+    """Return these keys of chunks at place 0, and those of the same chunks at all other places."""
+    return frozenset(each for key in keys for each in (key, *place_keys(key)))
 
 
 _SALT = " salt "

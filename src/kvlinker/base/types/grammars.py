@@ -64,6 +64,11 @@ class AnswerGrammar:
         """Make the grammar whose answers are ``texts``."""
         return cls("choice", json.dumps(list(texts)), param)
 
+    @classmethod
+    def tokens(cls, ids: Sequence[int], *, param: str = "grammar") -> Self:
+        """Make the grammar whose one answer has these token ids."""
+        return cls("lark", "start: " + " ".join(f"<[{token}]>" for token in ids), param)
+
 
 def check_grammar(grammar: object) -> None:
     """Raise InvalidRequestError unless this is a grammar, or None."""

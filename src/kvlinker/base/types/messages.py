@@ -45,6 +45,9 @@ class TextSource(StrEnum):
     RECOGNITION = "recognition"
     """Nobody said so: it is known, or comes again."""
 
+    STRUCTURE = "structure"
+    """It is a piece of the prompt by the prompt's own structure."""
+
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
@@ -66,6 +69,10 @@ CachedPart = ContextCacheReference | MarkedText
 
 class Implicit(StrEnum):
     """The texts of a prompt that become chunks without the id of a context cache."""
+
+    STRUCTURE = "structure"
+    """The pieces that the prompt's own structure names: definitions of tools, messages, paragraphs.
+    Marks and documents mean nothing beyond that."""
 
     AUTO = "auto"
     """Marked texts and documents, and any long text that comes again, or that is known."""

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ByteSize
 
 from kvlinker.base.errors import did_you_mean
-from kvlinker.base.types.context_cache import LONGEST_NAME
 from kvlinker.base.types.texts import Piece
-from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
+from kvlinker.cli.console import BAD_USAGE, FAILURE, INTERRUPTED, fail, failures, warn
+from kvlinker.cli.documents.caching import cached_chunks
 from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, Storage, open_library
 from kvlinker.cli.documents.plan import (
     Plan,
-    PlannedFile,
     Splitting,
     find_files,
     named_from_root,
     plan_ingestion,
 )
-from kvlinker.cli.documents.progress import Advance, show_progress
+from kvlinker.cli.documents.progress import show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
-BATCH_TOKENS = 2048
-"""Chunks of about so many tokens are cached, entered in the catalog, and printed together."""
-
 WORTH_A_CODEC_BYTES = 64 * 2**20
 """The size of KV from which another codec is suggested."""
-
-INTERRUPTED = 130
 
 
 @settings_options(
@@ -69,12 +64,12 @@ def ingest(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    r"""Split files and folders into chunks, and cache them ahead of time.
+    """Split files and folders into chunks, and cache them ahead of time.
 
-    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and
-    end count characters of the file's text. Chunks that are already cached are not computed again,
-    so that an interrupted run continues where it ended. Of PDF, HTML, DOCX and EPUB files (pip
-    install 'kvlinker\[documents]'), the text is Markdown. Files without text are left out.
+    A terminal shows a bar. Elsewhere a line of JSON is printed per chunk as it goes: id, file,
+    index, start, end, tokens, new. start and end count characters of the file's text. Chunks that
+    are already cached are not computed again, so that an interrupted run continues where it ended.
+    PDF, HTML, DOCX and EPUB files become Markdown. Files without text are left out.
     """
     if url is None:
         _check_method(method)
@@ -91,7 +86,11 @@ def ingest(
         raise fail("there are no such files, and no text to cache", FAILURE)
     try:
         with failures(), open_library(settings, url=url, api_key=api_key) as library:
-            plan = plan_ingestion(paths, files, library, Splitting(method, max_tokens))
+            with show_progress() as report:
+                splitting = Splitting(method, max_tokens)
+                plan = plan_ingestion(paths, files, library, splitting, report)
+            for line in plan.left_out:
+                warn(line)
             if not plan.documents and not sync:
                 raise fail("there is no text in these files", FAILURE)
             _run(plan, library, ttl)
@@ -110,79 +109,20 @@ def _check_method(method: str) -> None:
 
 
 def _run(plan: Plan, library: CacheLibrary, ttl: float | None) -> None:
-    """Cache missing chunks, and print all chunks in the order of the files."""
+    """Cache missing chunks; print all chunks in the order of the files, unless a person would read
+    them."""
     pieces = plan.missing
     before = library.storage() if pieces else None
     if before is not None:
         _tell_cost(pieces, before)
     options = {} if ttl is None else {"ttl": ttl}
-    with show_progress(sum(piece.tokens for piece in pieces)) as advance:
-        for document in plan.documents:
-            _print_cached(document)
-            _cache_missing(document, library, options, advance)
+    with show_progress() as report:
+        for chunk in cached_chunks(plan, library, report, **options):
+            if not sys.stdout.isatty():
+                typer.echo(json.dumps(asdict(chunk), ensure_ascii=False))
     library.settle()
     if before is not None:
         _tell_taken(pieces, before, library.storage())
-
-
-def _print_cached(document: PlannedFile) -> None:
-    for index, cached in sorted(document.cached.items()):
-        start, end = int(cached.metadata["start"]), int(cached.metadata["end"])
-        _print(document, index, cached.id, start, end, cached.tokens, new=False)
-
-
-def _cache_missing(
-    document: PlannedFile, library: CacheLibrary, options: dict[str, Any], advance: Advance
-) -> None:
-    for indices in _batches(document):
-        pieces = [document.missing[index] for index in indices]
-        ids = library.cache(
-            [piece.text for piece in pieces],
-            [document.metadata(index) for index in indices],
-            name=document.source[-LONGEST_NAME:],
-            **options,
-        )
-        for index, piece, cache_id in zip(indices, pieces, ids, strict=True):
-            _print(document, index, cache_id, piece.start, piece.end, piece.tokens, new=True)
-        advance(Path(document.source).name, sum(piece.tokens for piece in pieces))
-
-
-def _batches(document: PlannedFile) -> Iterator[Sequence[int]]:
-    """Yield the indices of the missing chunks, those together that begin within the same
-    ``BATCH_TOKENS``."""
-    starts = accumulate((piece.tokens for piece in document.missing.values()), initial=0)
-    batch: list[int] = []
-    number = 0
-    for index, start in zip(document.missing, starts, strict=False):
-        if batch and start // BATCH_TOKENS != number:
-            yield batch
-            batch = []
-        number = start // BATCH_TOKENS
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def _print(
-    document: PlannedFile,
-    index: int,
-    cache_id: str,
-    start: int,
-    end: int,
-    tokens: int,
-    *,
-    new: bool,
-) -> None:
-    line = {
-        "id": cache_id,
-        "file": document.source,
-        "index": index,
-        "start": start,
-        "end": end,
-        "tokens": tokens,
-        "new": new,
-    }
-    typer.echo(json.dumps(line, ensure_ascii=False))
 
 
 def _finish(plan: Plan, library: CacheLibrary, *, sync: bool) -> None:

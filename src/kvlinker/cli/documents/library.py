@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
-from rich.markup import escape
 
 from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.garbage import importing
+from kvlinker.base.loading import Loading
 from kvlinker.base.types.texts import Piece, SearchHit
+from kvlinker.cli.loading import shown
+from kvlinker.cli.running import joined
 from kvlinker.engines.contract.cost import ChunkSize
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
@@ -211,8 +215,8 @@ class RemoteLibrary(CacheLibrary):
 def open_library(
     settings: Settings, *, url: str | None, api_key: str | None
 ) -> Iterator[CacheLibrary]:
-    """Open the library of a server at ``url``, or load the model, without one; the context caches
-    are the key's.
+    """Open the library of a server: the one at ``url``, or without one, that which runs on the
+    state directory; without a server, load the model. The context caches are the key's.
 
     Raises the errors of ``LLM`` and ``Client``.
     """
@@ -222,12 +226,20 @@ def open_library(
         with Client(url, api_key) as client:
             yield RemoteLibrary(client)
         return
+    with joined(settings, api_key) as found:
+        if found is not None:
+            server, client = found
+            typer.echo(f"kvlinker: by the server at {server.url}, with {server.model}", err=True)
+            yield RemoteLibrary(client)
+            return
     check_model(settings)
-    with Console(stderr=True).status(f"Loading and checking {escape(settings.model)}"):
-        from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
-        from kvlinker.llm import LLM
+    loading = Loading(settings.model)
+    with shown(loading, Console(stderr=True, highlight=False)):
+        with importing():
+            from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
+            from kvlinker.llm import LLM
 
-        llm = LLM.from_settings(settings)
+        llm = LLM.from_settings(settings, report=loading.report)
         llm.caches.settle()
     with llm:
         yield LocalLibrary(llm, DEFAULT_TENANT if api_key is None else tenant_of_key(api_key))

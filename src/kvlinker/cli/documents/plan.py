@@ -12,12 +12,15 @@ from pathlib import Path
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.context_cache import LONGEST_VALUE
 from kvlinker.base.types.texts import Piece
-from kvlinker.cli.console import warn
 from kvlinker.cli.documents.library import CacheLibrary, ExistingCache
-from kvlinker.prompting.documents import MissingLibraryError, NoTextError, read_document
+from kvlinker.cli.documents.progress import Report
+from kvlinker.prompting.documents import NoTextError, read_document
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""
+
+SHOWN_FILES = 3
+"""The most files that a warning about several names."""
 
 _NUMBERS = ("chunks", "index", "start", "end")
 
@@ -71,6 +74,9 @@ class Plan:
     stale: Sequence[ExistingCache]
     """Context caches of files that are gone, and of earlier versions of changed files."""
 
+    left_out: Sequence[str]
+    """Which files have no chunks, and why: a line for each reason."""
+
     @property
     def missing(self) -> list[Piece]:
         """All pieces that are to be cached."""
@@ -102,14 +108,18 @@ def find_files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
 
 
 def plan_ingestion(
-    paths: Sequence[Path], files: Sequence[Path], library: CacheLibrary, splitting: Splitting
+    paths: Sequence[Path],
+    files: Sequence[Path],
+    library: CacheLibrary,
+    splitting: Splitting,
+    report: Report,
 ) -> Plan:
     """Read the files, and compare them with the cached chunks. Files without text, and those that
-    are too long for a server to split, are left out with a warning.
+    are too long for a server to split, are left out.
 
     A file that was ingested in this version before is read, but neither converted nor split.
     ``paths`` are the user's arguments, absolute: a file that is gone is one of them or was below
-    one. Raises the errors of ``CacheLibrary.split``.
+    one. Files are reported as they are read. Raises the errors of ``CacheLibrary.split``.
     """
     known: defaultdict[str, list[ExistingCache]] = defaultdict(list)
     for cached in library.caches(ORIGIN):
@@ -118,21 +128,22 @@ def plan_ingestion(
         known[cached.metadata.get("source", "")].append(cached)
     documents = []
     stale: list[ExistingCache] = []
-    for path in files:
+    left_out: defaultdict[str, list[str]] = defaultdict(list)
+    for number, path in enumerate(files):
+        report(path.name, number, len(files), "files")
         source = str(path)[-LONGEST_VALUE:]
         try:
             document = _plan_file(path, source, known[source], library, splitting)
-        except (OSError, MissingLibraryError, UnicodeEncodeError) as error:
-            warn(
-                f"{_printable(path)} is left out: {_reason(error)}"
-            )  # what is cached of it may still be right
+        except (OSError, UnicodeEncodeError) as error:
+            # what is cached of it may still be right
+            left_out[_reason(error)].append(_printable(path))
         except NoTextError as error:
-            warn(f"{path} is left out: {error}")
+            left_out[str(error)].append(_printable(path))
             stale += known[source]
         except InvalidRequestError as error:
             if error.param != "input":
                 raise
-            warn(f"{path} is left out: {error}")
+            left_out[str(error)].append(_printable(path))
         else:
             documents.append(document)
             current = {cached.id for cached in document.cached.values()}
@@ -140,7 +151,8 @@ def plan_ingestion(
     for source, caches in known.items():
         if _is_gone(source, paths):
             stale += caches
-    return Plan(documents, stale)
+    lines = [f"{_listed(names)} left out: {reason}" for reason, names in left_out.items()]
+    return Plan(documents, stale, lines)
 
 
 def _plan_file(
@@ -176,6 +188,15 @@ def _is_gone(source: str, paths: Sequence[Path]) -> bool:
         return not path.exists()
     except OSError:  # its folder may not be looked into
         return False
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Name a file, or say how many there are and name the first."""
+    if len(names) == 1:
+        return f"{names[0]} is"
+    shown = ", ".join(Path(name).name for name in names[:SHOWN_FILES])
+    rest = f" and {len(names) - SHOWN_FILES:,} more" if len(names) > SHOWN_FILES else ""
+    return f"{len(names):,} files ({shown}{rest}) are"
 
 
 def _printable(path: Path) -> str:

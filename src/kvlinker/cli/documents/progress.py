@@ -1,8 +1,8 @@
-"""Shows ingestion progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
+"""Shows the progress of an ingestion on stderr: a bar on a terminal, otherwise a line every few
+seconds."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,29 +15,34 @@ from rich.text import Text
 LINE_SECONDS = 5.0
 """The seconds between two lines of progress where there is no terminal."""
 
-Advance = Callable[[str, int], None]
-"""Is called with a file's name and the number of its tokens that were cached since the last
-call."""
+NAME_COLUMNS = 28
+"""The columns of a file's name, which leave room for bar and figures on 80."""
+
+Report = Callable[[str, int, int, str], None]
+"""Is called with a file's name, with how much is done, how much there is to do, and in which
+unit."""
 
 
 class _Rate(ProgressColumn):
-    """Shows tokens per second."""
+    """Shows units per second."""
 
     def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:,.0f} tokens/s")
+        if task.speed is None:
+            return Text("")
+        return Text(f"{task.speed:,.0f} {task.fields['unit']}/s")
 
 
 @contextmanager
-def show_progress(total: int) -> Iterator[Advance]:
-    """Show the progress of ``total`` tokens."""
+def show_progress() -> Iterator[Report]:
+    """Show a bar. Its callers write nothing else to stderr meanwhile."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(total).advance
+        yield _Lines().report
         return
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,} tokens"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f}%"),
     )
     with Progress(
         *columns,
@@ -45,35 +50,32 @@ def show_progress(total: int) -> Iterator[Advance]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # otherwise results would go to stderr
+        redirect_stdout=False,
     ) as progress:
-        task = progress.add_task("", total=total)
+        task = progress.add_task("", total=None, unit="")
 
-        def advance(file: str, tokens: int) -> None:
-            progress.update(task, description=file, advance=tokens)
+        def report(file: str, done: int, total: int, unit: str) -> None:
+            shown = file if len(file) <= NAME_COLUMNS else f"…{file[1 - NAME_COLUMNS :]}"
+            progress.update(task, description=shown, completed=done, total=total, unit=unit)
 
-        yield advance
+        yield report
 
 
 class _Lines:
     """Writes a line of progress every ``LINE_SECONDS``."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
+    def __init__(self) -> None:
         self._started = self._written = time.monotonic()
 
-    def advance(self, file: str, tokens: int) -> None:
-        self._done += tokens
+    def report(self, file: str, done: int, total: int, unit: str) -> None:
         now = time.monotonic()
         if now - self._written < LINE_SECONDS:
             return
         self._written = now
-        rate = self._done / (now - self._started)
-        left = (self._total - self._done) / rate
-        share = 100 * self._done / self._total
+        rate = done / (now - self._started)
+        left = f", {(total - done) / rate:.0f} s left" if rate else ""
         typer.echo(
-            f"kvlinker: {self._done:,} of {self._total:,} tokens ({share:.0f}%), {rate:,.0f}"
-            f" tokens/s, {left:.0f} s left: {file}",
+            f"kvlinker: {done:,} of {total:,} {unit} ({100 * done / total:.0f}%), {rate:,.0f}"
+            f" {unit}/s{left}: {file}",
             err=True,
         )

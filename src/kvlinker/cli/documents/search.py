@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 
 from kvlinker.base.errors import ContextLengthError
+from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.base.types.texts import SearchHit
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
+from kvlinker.engines.contract.model_place import check_model
+from kvlinker.service.word_search import found_by_words
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 _SETTINGS = (*MODEL_SETTINGS, "disk_space", *SHARED_TIER_SETTINGS)
@@ -41,8 +44,15 @@ def search(
     """
     pairs = parse_pairs(metadata)
     _check_words(query, "QUERY")
-    with failures(), open_library(settings, url=url, api_key=api_key) as library:
-        hits = library.search(query, limit=limit, metadata=pairs)
+    hits: Sequence[SearchHit] | None = None
+    with failures():
+        if url is None:
+            check_model(settings)
+            tenant = DEFAULT_TENANT if api_key is None else tenant_of_key(api_key)
+            hits = found_by_words(settings, query, tenant=tenant, limit=limit, metadata=pairs)
+        if hits is None:
+            with open_library(settings, url=url, api_key=api_key) as library:
+                hits = library.search(query, limit=limit, metadata=pairs)
     if not hits:
         raise _nothing_found(query)
     best = hits[0].score
@@ -100,7 +110,7 @@ def _answer(
     while True:
         try:
             return (
-                library.answer(_message(hits, question), policy=policy, max_tokens=max_tokens),
+                library.answer(message_of(hits, question), policy=policy, max_tokens=max_tokens),
                 hits,
             )
         except ContextLengthError:
@@ -109,7 +119,7 @@ def _answer(
             hits = hits[:-1]
 
 
-def _message(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str]:
+def message_of(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str]:
     """Make a message of chunks, each of which ends its line, the best next to the question."""
     content: list[SearchHit | str] = []
     for hit in reversed(hits):

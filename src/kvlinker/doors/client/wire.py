@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from kvlinker.base.errors import (
 from kvlinker.base.types.answers import Timing, Usage
 from kvlinker.base.types.texts import CacheContent, Piece, SearchHit
 from kvlinker.base.types.tools import ToolCall
+
+logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
@@ -140,6 +143,8 @@ def _known(kind: type[Told], entry: Mapping[str, Any]) -> Told:
 
 
 def read_answer(response: httpx.Response) -> RemoteAnswer:
+    if ignored := response.headers.get("x-ignored-fields"):
+        logger.warning("The server does not know %s, and answered without.", ignored)
     body = response.json()
     choice = body["choices"][0]
     usage = body["usage"]

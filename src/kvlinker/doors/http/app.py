@@ -36,14 +36,12 @@ from kvlinker.doors.http.edge.guards import add_guards
 from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.doors.http.edge.routing import refuse_unknown_query
 from kvlinker.doors.http.embedding_turns import EmbeddingTurns
-from kvlinker.doors.http.fields.parts import UnknownPart
+from kvlinker.doors.http.fields.bodies import LeftOut
 from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.answers import MessageStreamEvent
-from kvlinker.doors.http.messages.blocks import UnknownBlock
 from kvlinker.doors.http.metrics import Metrics
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.doors.http.responses import routes as responses
-from kvlinker.doors.http.responses.items import UnknownItem
 from kvlinker.doors.http.responses.objects import ResponseStreamEvent
 from kvlinker.doors.http.tracing import Tracing
 from kvlinker.llm import LLM
@@ -62,6 +60,7 @@ PROMPT_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/link/explain",
     "/tokenize",
 )
@@ -76,7 +75,6 @@ _STREAMED: tuple[type[BaseModel], ...] = (
     MessageStreamEvent,
     ResponseStreamEvent,
 )
-_CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
 
 
 def create_app(
@@ -174,11 +172,7 @@ class _App(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             schemas = document["components"]["schemas"]
-            for unused in (
-                "HTTPValidationError",
-                "ValidationError",
-                *(model.__name__ for model in _CATCH_ALLS),
-            ):
+            for unused in ("HTTPValidationError", "ValidationError", LeftOut.__name__):
                 schemas.pop(unused, None)
             chunks = models_json_schema(
                 [(model, "validation") for model in _STREAMED], ref_template=_SCHEMA
@@ -201,7 +195,7 @@ class _App(FastAPI):
         responses.pop("422", None)
         shared = [400, 500] if path in PROBES else [400, 500, 503]
         if "requestBody" in operation:
-            shared += [408, 413]
+            shared += [408, 413, 415]
         if self.state.hosts_checked:
             shared.append(421)
         if self.state.keyed and path not in OPEN_PATHS:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
 
-from kvlinker.base.errors import ModelNotFoundError
+from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.base.types.limits import MOST_EMBEDDED
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
@@ -24,35 +24,35 @@ from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     ResponseBody,
     Text,
-    TokenId,
 )
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.prompt import prompt_kind
 from kvlinker.doors.http.models import ServedModelParam
-from kvlinker.service.embedding import Given, embedder_of
+from kvlinker.service.embedding import embedder_of
 
 router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=BodyRoute)
 
-_Tokens = Annotated[list[TokenId], Field(min_length=1)]
 _SEVERAL = Field(min_length=1, max_length=MOST_EMBEDDED)
+
+
+def _input_kind(value: Any) -> str | None:
+    """Return the tag of an input's form; None for none."""
+    return "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None
 
 
 InputBody = Annotated[
     Annotated[NonemptyText, Tag("<text>")]
-    | Annotated[list[NonemptyText], _SEVERAL, Tag("<texts>")]
-    | Annotated[_Tokens, Tag("<tokens>")]
-    | Annotated[list[_Tokens], _SEVERAL, Tag("<token lists>")],
+    | Annotated[list[NonemptyText], _SEVERAL, Tag("<texts>")],
     Discriminator(
-        prompt_kind,
+        _input_kind,
         custom_error_type="prompt_type",
-        custom_error_message="Input should be a text, token ids, or a list of these",
+        custom_error_message="Input should be a text, or a list of texts",
     ),
 ]
 
 
 class EmbeddingsRequest(RequestBody):
-    """Texts, or token ids of the embedding model, each of which gets a vector of length 1: of all
-    ``dimensions``, or the first ones. ``base64`` holds little-endian 32-bit floats."""
+    """Texts, each of which gets a vector of length 1: of all ``dimensions``, or the first ones.
+    ``base64`` holds little-endian 32-bit floats."""
 
     place: ClassVar[Place | None] = Place.EMBEDDINGS
 
@@ -60,6 +60,20 @@ class EmbeddingsRequest(RequestBody):
     model: Text | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_texts(cls, value: Any) -> Any:
+        """Refuse token ids: clients that send some have them from the tokenizer of OpenAI's models,
+        which numbers tokens in its own way."""
+        if isinstance(value, list) and value and isinstance(value[0], int | list):
+            raise InvalidRequestError(
+                "'input' has token ids, which mean other tokens to this model than to OpenAI's:"
+                " send texts. LangChain's OpenAIEmbeddings does with"
+                " check_embedding_ctx_length=False.",
+                param="input",
+            )
+        return value
 
 
 class EmbeddingObject(ResponseBody):
@@ -100,6 +114,7 @@ async def create_embeddings(
             " 'model' out.",
             param="model",
         )
+    served.take(body, request.scope)
     embedder.check_dimensions(body.dimensions)
     with served.embedding.request():
         asked = await served.encoding.run(request, lambda: embedder.prepare(_texts(body.input)))
@@ -116,10 +131,8 @@ async def create_embeddings(
     return Response(await run_in_threadpool(tell), media_type="application/json")
 
 
-def _texts(given: InputBody) -> Sequence[Given]:
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [cast(Given, given)]
-    return cast(Sequence[Given], given)
+def _texts(given: InputBody) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def _object(

@@ -90,6 +90,8 @@ class ExplainRequest(RequestBody):
     """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to
     link."""
 
+    refuses_unknown: ClassVar[bool] = True
+
     model_config = exactly_one("messages", "prompt")
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Literal, TypeVar
 
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Header, Request
+from starlette.types import Scope
 
-from kvlinker.base.errors import ModelNotFoundError
+from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.doors.http.edge.draining import Drain
-from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.errors import error_responses, note_ignored
 from kvlinker.doors.http.embedding_turns import EmbeddingTurns
-from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, ignored_paths
 from kvlinker.doors.http.metrics import Metrics
+from kvlinker.doors.http.recent import RecentRequests
 from kvlinker.doors.http.tracing import Tracing
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+MOST_NAMED = 200
+"""The most fields that the log names; their names are callers' text."""
 
 LONG_TEXT_BYTES = 256 * 2**10
 """The length of a body from which on its texts take noticeable time and memory to encode."""
@@ -61,26 +71,59 @@ class ServedModel:
     """The most bytes of bodies, by path, where these are fewer than ``MAX_BODY_BYTES``."""
     tracing: Tracing | None
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
+    named: set[str] = field(default_factory=set)
+    """What of requests was left out, as the log has named it."""
+    recent: RecentRequests = field(default_factory=RecentRequests)
 
     @property
     def embedding_name(self) -> str | None:
         """The embedding model's name; None if there is none."""
         return None if self.llm.embedder is None else self.llm.embedder.name
 
+    def take(self, body: RequestBody, scope: Scope) -> None:
+        """Note what of a body was left out, which its answer will name, and the log once. Raises
+        InvalidRequestError under the setting ``strict``."""
+        paths = list(ignored_paths(body))
+        if paths and self.settings.strict:
+            raise InvalidRequestError(
+                f"Unknown parameter: {paths[0]!r}. This server is strict: leave it out.",
+                param=paths[0],
+                code="unknown_parameter",
+            )
+        note_ignored(scope, paths)
+        for name in {re.sub(r"\.\d+\b", "", path) for path in paths} - self.named:
+            if len(self.named) < MOST_NAMED:
+                self.named.add(name)
+                logger.info(
+                    "Requests have %r, which is left out: kvlinker knows nothing to do with it.",
+                    name,
+                )
+
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError unless a request's ``model`` is one of the served names,
-        ``default`` or absent."""
+        """Raise ModelNotFoundError for a request to a model that gives no answers: the embedding
+        model, or with the setting ``strict_model`` any but the served names, ``default`` and
+        None. Else the one model that is served answers, whatever name a client has for it."""
+        if name == self.embedding_name or self.settings.strict_model:
+            self.require_model(name)
+
+    def require_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless this is one of the served names, ``default`` or None."""
         if name not in (None, "default", *self.settings.served_names):
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave"
-                " 'model' out.",
+                " 'model' out; --served-model-name gives it other names.",
                 param="model",
             )
 
 
-async def _service(request: Request) -> ServedModel:
-    served: ServedModel = request.app.state.served
+def served_by(scope: Scope) -> ServedModel:
+    """Return the model that a request's app serves."""
+    served: ServedModel = scope["app"].state.served
     return served
+
+
+async def _service(request: Request) -> ServedModel:
+    return served_by(request.scope)
 
 
 ServedModelParam = Annotated[ServedModel, Depends(_service)]
@@ -104,19 +147,66 @@ class ModelList(ResponseBody):
     data: list[ModelObject]
 
 
+class AnthropicModel(ResponseBody):
+    """A model as Anthropic's API describes it."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str
+    max_model_len: int
+
+
+class AnthropicModels(ResponseBody):
+    """All models, as Anthropic's API lists them: on one page."""
+
+    data: list[AnthropicModel]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
+
+
+AnthropicVersion = Annotated[
+    str | None,
+    Header(
+        alias="anthropic-version",
+        description="With it, models are described as Anthropic's API does.",
+    ),
+]
+
+
 @router.get("")
-async def list_models(served: ServedModelParam) -> ModelList:
+async def list_models(
+    served: ServedModelParam, version: AnthropicVersion = None
+) -> ModelList | AnthropicModels:
     """List the model that is served, under each of its names, and the embedding model."""
     names = [*served.settings.served_names, *filter(None, [served.embedding_name])]
-    return ModelList(data=[_model(served, name) for name in names])
+    models = [_model(served, name) for name in names]
+    if version is None:
+        return ModelList(data=models)
+    described = list(map(_as_anthropic, models))
+    return AnthropicModels(data=described, first_id=described[0].id, last_id=described[-1].id)
 
 
 @router.get("/{name:path}", responses=error_responses(404))
-async def read_model(name: str, served: ServedModelParam) -> ModelObject:
+async def read_model(
+    name: str, served: ServedModelParam, version: AnthropicVersion = None
+) -> ModelObject | AnthropicModel:
     """Describe the model of this name."""
     if name != served.embedding_name:
-        served.check_model(name)
-    return _model(served, served.llm.model_name if name == "default" else name)
+        served.require_model(name)
+    model = _model(served, served.llm.model_name if name == "default" else name)
+    return model if version is None else _as_anthropic(model)
+
+
+def _as_anthropic(model: ModelObject) -> AnthropicModel:
+    created = datetime.fromtimestamp(model.created, UTC)
+    return AnthropicModel(
+        id=model.id,
+        display_name=model.id,
+        created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        max_model_len=model.max_model_len,
+    )
 
 
 def _model(served: ServedModel, name: str) -> ModelObject:

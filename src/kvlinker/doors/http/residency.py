@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
@@ -53,10 +53,10 @@ class ResidencyBody(ResponseBody):
     ``chunks`` has them by chunk key. ``tiers`` has those that are slower than memory.
     ``seconds_per_token`` is the time to compute one token of a prompt, null if it was not measured
     yet; ``running`` and ``waiting`` count requests; ``keyed`` is true if tenants have keys,
-    ``recognises`` if passages of plain texts become chunks (``implicit`` is ``auto``). ``role`` is
-    the setting: the server answers, or builds chunks for others. ``pending`` is the number of
-    chunks still to preload, ``pid`` the server's process, and ``body_limits`` are the most bytes of
-    bodies by path.
+    ``recognises`` if passages of plain texts become chunks (``implicit`` is ``auto`` or
+    ``structure``). ``role`` is the setting: the server answers, or builds chunks for others.
+    ``pending`` is the number of chunks still to preload, ``pid`` the server's process, and
+    ``body_limits`` are the most bytes of bodies by path.
     """
 
     epoch: str
@@ -108,7 +108,7 @@ def residency(
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
         pending=llm.preloading.pending,
-        recognises=served.settings.implicit == "auto",
+        recognises=served.settings.implicit in ("auto", "structure"),
         role=served.settings.role,
         pid=os.getpid(),
         body_limits=dict(served.body_limits),
@@ -118,6 +118,8 @@ def residency(
 class PreloadBody(RequestBody):
     """Chunks, by their keys, that this server is to have in memory, the most important ones first,
     and for how many seconds it may bring them there."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     chunks: Annotated[list[ChunkKey], Field(max_length=MOST_PRELOADED)]
     seconds: Annotated[float, Field(gt=0, le=MOST_SECONDS)] = 30.0
@@ -141,6 +143,8 @@ def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) ->
 
 class BuildRequest(RequestBody):
     """Names a chunk of the catalog by its key."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     key: ChunkKey
 

@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.server_status import (
     PromptTokenCounts,
@@ -27,7 +28,7 @@ router = APIRouter(tags=["status"])
 class Health(ResponseBody):
     """Whether the server can answer."""
 
-    status: Literal["ok", "draining", "engine failed"]
+    status: Literal["ok", "loading", "draining", "engine failed"]
 
 
 class Liveness(ResponseBody):
@@ -45,15 +46,17 @@ class Version(ResponseBody):
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {
         "model": Health,
-        "description": "The server is shutting down, or its engine has failed: ask another.",
+        "description": (
+            "The server loads its model, is shutting down, or its engine has failed: ask another."
+        ),
     }
 }
 
 
 @router.get("/health", responses=_UNHEALTHY)
 async def health(served: ServedModelParam, response: Response) -> Health:
-    """Check whether the server takes requests: 503 from the signal to stop on, and once the engine
-    has failed."""
+    """Check whether the server takes requests: 503 while it loads its model, from the signal to
+    stop on, and once the engine has failed."""
     if served.llm.healthy and not served.drain.began:
         return Health(status="ok")
     response.status_code = 503
@@ -87,7 +90,7 @@ async def metrics(served: ServedModelParam) -> Response:
 
 
 @router.get("/status")
-def status(served: ServedModelParam) -> ServerStatus:
+def status(served: ServedModelParam, caller: CallerParam) -> ServerStatus:
     """Return the page's figures. Runs in the thread pool, since a remote tier may answer slowly."""
     llm = served.llm
     load, bandwidths, places = llm.current_load(), llm.bandwidths(), llm.store.places()
@@ -102,6 +105,7 @@ def status(served: ServedModelParam) -> ServerStatus:
         ),
         kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),
         prompt_tokens=PromptTokenCounts(**served.metrics.prompt_tokens()),
+        reusable_tokens=served.recent.reusable,
         output_tokens=served.metrics.output_tokens(),
         prefill_tokens_per_second=llm.prefill_rate(),
         kv_bytes_per_token=size.per_token,
@@ -119,4 +123,5 @@ def status(served: ServedModelParam) -> ServerStatus:
             )
             for tier in llm.tiers()
         ],
+        recent=served.recent.of(None if caller.admin else caller.tenant),
     )

@@ -128,6 +128,7 @@ async def tokenize(
     refused.
     """
     served.check_model(body.model)
+    served.take(body, request.scope)
     tokens = await served.encoding.run(request, lambda: _token_ids(served, body, tenant))
     note_tokens(request.scope, len(tokens))
     llm = served.llm
@@ -146,6 +147,7 @@ async def detokenize(
 ) -> DetokenizeAnswer:
     """Return the text of token ids, special tokens included."""
     served.check_model(body.model)
+    served.take(body, request.scope)
     text = await served.encoding.run(request, lambda: served.llm.decode_ids(body.tokens))
     return DetokenizeAnswer(prompt=text)
 

@@ -269,6 +269,7 @@ class _AddedFields:
                 "cached_tokens": counted.cached_tokens,
                 "exact_cached_tokens": counted.exact_cached_tokens,
                 "recomputed_tokens": counted.recomputed_tokens,
+                "reusable_tokens": self._read.reusable_of(counted),
             }
 
     def note(self) -> None:

@@ -3,7 +3,7 @@ events out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +18,7 @@ from kvlinker.base.types.context_cache import KeptAnswer
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
+from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.segments import Prompt
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class GenerationRequest:
 
     keeps_answer: bool = False
     """True if the first choice's ``Finished`` is to have the answer's KV."""
+
+    calls: Callable[[], Reader] | None = None
+    """Makes readers that say when an answer is over, by the calls in its text; None if it has
+    none."""
 
     workflow: str | None = None
     """The tenant's name for the requests that this one belongs to; the engine may have them come
@@ -187,6 +192,15 @@ class Engine(Protocol):
 
         Computed at most once however many callers ask at the same time.
         """
+
+    def expect_together(self, chunks: Sequence[Chunk], *, tenant: str) -> None:
+        """Expect that these chunks will stand in prompts together: compute, while there is nothing
+        else to do, their KV at places behind one another, if the engine supports that. Returns at
+        once."""
+
+    def settle(self) -> Future[None]:
+        """Return a future that is done once the KV at later places is there, of chunks that were
+        expected together or stood in prompts whose policy wants it. Other requests delay it."""
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in

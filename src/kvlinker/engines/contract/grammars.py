@@ -21,6 +21,7 @@ from kvlinker.base.types.limits import (
     MOST_SCHEMA_NODES,
 )
 from kvlinker.base.types.schema_size import SchemaSize, schema_fields
+from kvlinker.base.types.schema_values import has_finite_value
 
 _MOST_CHARACTERS = {
     "json": MOST_SCHEMA_CHARACTERS,
@@ -71,6 +72,8 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
     _check_size(grammar, "fields, list entries and objects", size.nodes, MOST_SCHEMA_NODES)
     _check_size(grammar, "references", size.references, MOST_RULES)
     _check_size(grammar, "characters of patterns", size.pattern_characters, MOST_PATTERN_CHARACTERS)
+    if not all(has_finite_value(schema) for schema in schemas):
+        raise unenforceable(grammar, "no finite value is valid, since a required part needs itself")
     if any(
         name == "minProperties" and isinstance(least, int | float) and least > 1
         for schema in schemas

@@ -122,7 +122,7 @@ class RequestLimits:
                 f"The prompt has {length} tokens, which leaves no room for an answer: prompt and"
                 f" answer together take at most {self.max_model_len} tokens. Shorten the prompt.",
                 param="messages",
-            )
+            ).exceeding(length, self.max_model_len)
         wanted = sampling.max_tokens
         most = self.max_answer_tokens
         if most is not None and wanted is not None and wanted > most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,17 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.garbage import collector_paused
+from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import set_threads
-from kvlinker.engines.contract.model_place import CONFIG, WANTED, check_model, unreachable
+from kvlinker.engines.contract.known_models import state_of
+from kvlinker.engines.contract.model_place import (
+    CONFIG,
+    WANTED,
+    check_model,
+    unreachable,
+    weight_files,
+)
 from kvlinker.settings import Settings, WeightFormat
 from kvlinker.store.format.durability import replace_file
 
@@ -35,18 +45,18 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
 
 FINGERPRINTS = "fingerprints.json"
-"""The file in the state directory that remembers the hashes of weight files, by path, size and
-time."""
+"""The file in the state directory that remembers the hashes of weight files, by path, size, times
+and inode."""
+
+SETTLED_SECONDS = 2.0
+"""The age from which a file's last change tells it from later ones: file systems note times in
+steps, of up to two seconds."""
 
 HASHED_BYTES = 16 << 20
 """The bytes of a file that are hashed at a time: enough for all processors to share the work."""
 
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 """The entries of a model's configuration that change nothing that it computes."""
-
-WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
-"""The names of weight files, in the order in which they are looked for: a folder may hold the same
-weights twice."""
 
 
 def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]:
@@ -76,6 +86,7 @@ def _model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
+@collector_paused()
 def read_tokenizer(settings: Settings, **options: Any) -> Any:
     """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as
     ``revision``. Raises ModelLoadError when it cannot be loaded."""
@@ -188,13 +199,15 @@ def fingerprint_with(name: str, change: str) -> str:
     return blake3(f"{name} {change}".encode()).hexdigest()
 
 
-def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:
+def fingerprint_of_files(
+    folder: Path, dtype: torch.dtype, *, state_dir: Path, report: Report = unreported
+) -> str | None:
     """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex)
     over its config.json and the content of its weight files, which no memory holds at once. Returns
     None if it has no such files.
 
-    A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read
-    once.
+    A file's hash is remembered in ``state_dir`` until the file changes or is replaced, so that it
+    is read once; ``report`` takes the progress.
     """
     weights = weight_files(folder)
     if not weights or not (folder / CONFIG).is_file():
@@ -204,16 +217,9 @@ def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -
         config.pop(name, None)
     hashes = [
         (path.name, name)
-        for path, name in zip(weights, _file_hashes(weights, state_dir), strict=True)
+        for path, name in zip(weights, _file_hashes(weights, state_dir, report), strict=True)
     ]
     return blake3(json.dumps([config, str(dtype), hashes], sort_keys=True).encode()).hexdigest()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files in ``folder`` that hold the model's weights, of the first kind of which
-    there are some."""
-    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
-    return next((files for files in found if files), [])
 
 
 def model_folder(name: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
@@ -229,37 +235,43 @@ def model_folder(name: str, *, revision: str | None = None, cache_dir: str | Non
         raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
 
 
-def _hash_of(path: Path) -> str:
+def _hash_of(path: Path, report: Report) -> str:
     """Compute a file's BLAKE3 (hex), with HASHED_BYTES of it in memory at a time."""
     digest = blake3(max_threads=blake3.AUTO)
     piece = memoryview(bytearray(HASHED_BYTES))
+    size, done = max(path.stat().st_size, 1), 0
     with path.open("rb", buffering=0) as file:
         while taken := file.readinto(piece):
             digest.update(piece[:taken])
+            done += taken
+            report("reading", min(done / size, 1.0))
     return digest.hexdigest()
 
 
-def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
-    """Return each file's BLAKE3 (hex), from ``state_dir`` where size and time are as they were."""
+def _file_hashes(files: Sequence[Path], state_dir: Path, report: Report) -> list[str]:
+    """Return each file's BLAKE3 (hex), from ``state_dir`` where the file is as it was: the time of
+    its last change, which programs cannot set, and its inode tell that, too."""
     place = state_dir / FINGERPRINTS
     try:
         known = json.loads(place.read_text())
     except (OSError, ValueError):
         known = {}
     known = known if isinstance(known, dict) else {}
-    is_new = False
+    found: dict[str, str] = {}
     hashes = []
-    for path in files:
-        status = path.stat()
-        name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    for index, path in enumerate(files):
+        now, name = time.time(), state_of(path)
         if not isinstance(known.get(name), str):
-            known[name] = _hash_of(path)
-            is_new = True
-        hashes.append(known[name])
-    if is_new:
+            part = part_of(report, index / len(files), (index + 1) / len(files))
+            hashes.append(_hash_of(path, part))
+            if state_of(path) == name and path.stat().st_ctime < now - SETTLED_SECONDS:
+                found[name] = hashes[-1]
+        else:
+            hashes.append(known[name])
+    if found:
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(place, json.dumps(known).encode())
+            replace_file(place, json.dumps(known | found).encode())
         except OSError as error:
             logger.warning("The model's weight files are hashed again next time: %s", error)
     return hashes

@@ -4,6 +4,7 @@ fail at once."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,19 @@ WANTED = (
     "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
 )
 
+WITHOUT = "Without the setting, the model in the box is served."
+
 CONFIG = "config.json"
+
+WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
+"""The names of weight files, in the order in which they are looked for: a folder may hold the same
+weights twice."""
+
+POINTER = b"version https://git-lfs.github.com/"
+"""How a file of Git LFS begins that stands in for one that was not downloaded."""
+
+SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
+"""The name of one of a model's weight files, where there are several."""
 
 HUB_SECONDS = 3.0
 """The longest wait for the hub to answer, before a model that is not on this machine is given
@@ -25,11 +38,15 @@ up."""
 
 
 def check_model(settings: Settings) -> None:
-    """Raise ModelLoadError for a path where there is no model of transformers, for GGUF, and for a
-    hub id whose model is not on this machine while the hub cannot be reached."""
+    """Raise ModelLoadError for a path where there is no model of transformers, or only a part of
+    one, for GGUF, and for a hub id whose model is not on this machine while the hub cannot be
+    reached."""
     model = settings.model
+    if not model.strip():
+        raise ModelLoadError(f"The setting model is empty. {WANTED} {WITHOUT}")
     path = Path(model)
     if (path / CONFIG).is_file():
+        _check_files(path, settings)
         return
     if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
         raise ModelLoadError(
@@ -45,6 +62,37 @@ def check_model(settings: Settings) -> None:
         raise ModelLoadError(f"No model at {model}: there is no such folder.")
     options = settings.vllm_options
     _check_hub(model, options.get("download_dir"), options.get("revision"))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` that hold the model's weights, of the first kind of which
+    there are some."""
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
+
+
+def _check_files(folder: Path, settings: Settings) -> None:
+    """Check that the files in ``folder`` were downloaded, and that there is an index of weights
+    which lie in several. Raises ModelLoadError."""
+    weights = weight_files(folder)
+    for file in (*weights, folder / "tokenizer.json"):
+        if file.is_file():
+            with file.open("rb") as content:
+                if content.read(len(POINTER)) == POINTER:
+                    raise ModelLoadError(
+                        f"{file} is a pointer of Git LFS, not the file itself. Run `git lfs pull`"
+                        f" in {folder}."
+                    )
+    shards = [shard for file in weights if (shard := SHARD.fullmatch(file.name)) is not None]
+    if not shards or settings.engine == "vllm":  # which needs no index
+        return
+    name, _, count, kind = shards[0].groups()
+    whole, index = folder / f"{name}{kind}", folder / f"{name}{kind}.index.json"
+    if not index.is_file() and not whole.is_file():
+        raise ModelLoadError(
+            f"{folder} has weights in {count} files, but no {index.name}, which says what is in"
+            " which. Copy it from where the model comes from."
+        )
 
 
 def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:

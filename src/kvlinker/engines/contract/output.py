@@ -230,6 +230,7 @@ class Output:
             skips_special=sampling.skip_special_tokens,
             shows_stop=sampling.include_stop_str_in_output,
         )
+        self._calls = None if request.calls is None else request.calls()
         self._shows_stop = sampling.include_stop_str_in_output
         self._stop_tokens = frozenset(sampling.stop_token_ids)
         self._min_tokens = sampling.min_tokens
@@ -255,15 +256,22 @@ class Output:
             self._events.publish(FirstToken(self.first_token - self._clock.submitted, self._policy))
         if ends == "stop":
             shown = self._text.push(token) if self._shows_stop else ""
-            return "stop", Delta(shown + self._text.finish(), (token,))
+            return "stop", Delta(shown + self._text.finish(), (token,), logprobs)
         text = self._text.push(token)
-        if self._text.stopped:
+        if self._text.stopped or self._is_over(text):
             return "stop", Delta(text, (token,), logprobs)
         if ends == "length":
             text += self._text.finish()
             return "stop" if self._text.stopped else "length", Delta(text, (token,), logprobs)
         self._send(Delta(text, (token,), logprobs))
         return None
+
+    def _is_over(self, text: str) -> bool:
+        """Return whether the answer ends with ``text``, by the calls in it."""
+        if self._calls is None:
+            return False
+        self._calls.feed(text)
+        return self._calls.is_over
 
     def rest(self) -> Delta | None:
         """Return the text that was held back, where no further token will come; None if there is

@@ -5,6 +5,7 @@ import os
 import sys
 
 from kvlinker.base.machine import processors
+from kvlinker.engines.embedded.lean_imports import import_transformers, is_own_process
 
 ARENA_SHARERS = 8
 """The processors whose threads share an arena of GNU's C library."""
@@ -31,27 +32,6 @@ def _share_arenas() -> None:
         mallopt(M_ARENA_MAX, -(-processors() // ARENA_SHARERS))
 
 
-def _import_transformers() -> None:
-    """Import transformers without libraries that it imports for what is not used here: SciPy and
-    scikit-learn, for losses and assisted generation, and, where PyTorch was built for CPUs alone,
-    Triton. They take 170 MB. Other code can import them afterwards; transformers takes them for
-    not installed in this process, so this is for kvlinker's own, and only where transformers has
-    not looked for them yet: vLLM imports it first."""
-    import torch
-
-    built_for = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
-    hidden = {"scipy", "sklearn"} if any(built_for) else {"scipy", "sklearn", "triton"}
-    hidden -= sys.modules.keys()
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        import transformers.modeling_utils
-        import transformers.models.auto.modeling_auto  # noqa: F401
-    finally:
-        for library in hidden:
-            del sys.modules[library]
-
-
 _share_arenas()
-# Without the command, it is somebody else's program.
-if "kvlinker.cli" in sys.modules and "transformers" not in sys.modules:
-    _import_transformers()
+if is_own_process() and "transformers" not in sys.modules:
+    import_transformers()

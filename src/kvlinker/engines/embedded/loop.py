@@ -211,6 +211,9 @@ class EngineLoop:
                 return None
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
         self._restart_who_left(step, result)
+        for request in working:  # before any ends: its KV goes with its state
+            if request.sequence in result.states:
+                request.sequence.reach(result.states[request.sequence])
         self._tell_cancelled()
         for request in working:
             if request.state is RequestState.RUNNING:
@@ -245,8 +248,8 @@ class EngineLoop:
         computed."""
         sequence = request.sequence
         assert sequence is not None
-        if sequence in result.states:
-            sequence.reach(result.states[sequence])
+        if not sequence.computed:
+            self._scheduler.keep_beginning(request)
         if sequence.computed:
             logits = result.logits.get(sequence)
             if (

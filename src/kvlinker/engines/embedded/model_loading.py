@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
+from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.contract.model_files import (
     fingerprint,
     fingerprint_of_files,
@@ -19,6 +21,7 @@ from kvlinker.engines.contract.model_files import (
 )
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.execution.compiling import compile_step
+from kvlinker.engines.embedded.lean_imports import without_compiler
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.bounds import context_window
 from kvlinker.engines.embedded.model.discovery import anatomy_of
@@ -42,27 +45,56 @@ from kvlinker.engines.embedded.model.weights.linears import quicken_linears
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
+from kvlinker.engines.embedded.verdicts import Verdicts, code_beside
 from kvlinker.settings import Settings, WeightFormat
+
+SELF_TEST = "self-test"
+"""The name of the check among verdicts."""
+
+READ, CHECKED = 0.2, 0.75
+"""The shares of a first load's time after which a small model is read, and is checked."""
 
 
 @in_own_thread
-def load_model(settings: Settings) -> LoadedModel:
-    """Load ``settings.model`` with its tokenizer, ready for the runner.
+@without_compiler()
+def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
+    """Load ``settings.model`` with its tokenizer, ready for the runner. ``report`` takes the
+    progress. Checks that the same files have passed here before are not repeated.
 
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be
     linked exactly.
     """
+    report("reading", 0.0)
     model, tokenizer = read_model(settings, own_bf16=multiplies_bf16(settings))
     dtype = next(model.parameters()).dtype
-    name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
-    return prepare_model(
+    folder = model_folder(settings.model)
+    reading = part_of(report, READ / 4, READ)
+    name = fingerprint_of_files(folder, dtype, state_dir=settings.state_dir, report=reading)
+    verdicts = None
+    if name is not None:
+        verdicts = Verdicts(
+            settings.state_dir,
+            {
+                "content": name,
+                "code": code_beside(folder) if settings.trust_remote_code else None,
+                "device": next(model.parameters()).device,
+                "weights": settings.weights,
+                "native": settings.native_attention,
+            },
+        )
+    loaded = prepare_model(
         model,
         tokenizer,
         weights=settings.weights,
         native=settings.native_attention,
         state_inputs=settings.state_inputs,
         name=name,
+        verdicts=verdicts,
+        report=report,
     )
+    if name is not None:
+        remember_fingerprint(settings, loaded.fingerprint)
+    return loaded
 
 
 @in_own_thread
@@ -84,13 +116,17 @@ def prepare_model(
     native: bool = True,
     state_inputs: bool = True,
     name: str | None = None,
+    verdicts: Verdicts | None = None,
+    report: Report = unreported,
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
     weights the format ``weights``. With ``native``, native code multiplies by them in bf16 and
     computes norms.
 
     With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
-    fingerprint of the model's files; without it that of the model is computed.
+    fingerprint of the model's files; without it that of the model is computed. Checks that
+    ``verdicts`` remember as passed are not repeated, except where the inputs of layers are needed:
+    they decide which of them are rounded to 8 bits. ``report`` takes the progress.
     Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format
     needs a library that is not installed.
     """
@@ -100,7 +136,11 @@ def prepare_model(
         with watch_linears(model) as linear_calls:
             anatomy = anatomy_of(model)
         with sampling as sampled:
-            require_exact(model)
+            if weights == "int8" or verdicts is None or not verdicts.passed(SELF_TEST):
+                require_exact(model, part_of(report, READ, CHECKED))
+                if verdicts is not None:
+                    verdicts.remember(SELF_TEST)
+    report("arranging", CHECKED)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
     cost = CostModel(count_weights(model), anatomy.layers)
@@ -109,7 +149,16 @@ def prepare_model(
         name = fingerprint_with(name, f"weights in {weights}")
     if anatomy.recurrences and not state_inputs:
         name = fingerprint_with(name, "without state inputs")
-    program = quicken_model(model, anatomy, linear_calls, weights, sampled, native=native)
+    program = quicken_model(
+        model,
+        anatomy,
+        linear_calls,
+        weights,
+        sampled,
+        native=native,
+        verdicts=verdicts,
+        report=part_of(report, CHECKED, 1.0),
+    )
     drop_unread(model)
     return_freed()
     return LoadedModel(
@@ -135,18 +184,21 @@ def quicken_model(
     sampled: Mapping[nn.Module, Tensor],
     *,
     native: bool,
+    verdicts: Verdicts | None = None,
+    report: Report = unreported,
 ) -> Program | Capturable | str:
     """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
     native code, and return what computes its steps; or why there is nothing but its modules. By the
-    inputs ``sampled`` of its layers it is decided which of them are rounded to 8 bits."""
+    inputs ``sampled`` of its layers it is decided which of them are rounded to 8 bits. A program is
+    not compared again where ``verdicts`` remember that it was right."""
     if native:
         arrange_experts(model, weights, sampled)
-    arrange_weights(model, linear_calls, weights, sampled, native=native)
+    arrange_weights(model, linear_calls, weights, sampled, native=native, report=report)
     if not native:
         return "native_attention is off"
     quicken_norms(model)
     quicken_linears(model)
-    return compile_step(model, anatomy)
+    return compile_step(model, anatomy, verdicts)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

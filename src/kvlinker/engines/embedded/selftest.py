@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.base.loading import Report, unreported
 from kvlinker.base.threads import serially
 from kvlinker.engines.contract.selftest import (
     CHUNK,
@@ -70,6 +71,9 @@ AGAIN = {
 SMALL_MODEL = 1 << 24
 """The most weights of a model whose passes are too short to be divided among threads."""
 
+USUAL_CHECKS = 6
+"""The checks of most models."""
+
 BEHIND = PROMPT_TOKENS - CHUNK[1]
 """The tokens after the chunks, whose logits are compared."""
 
@@ -81,12 +85,12 @@ ANGLE_ROUNDING = 2.0**-23
 from the start."""
 
 
-def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
+def self_test(model: Any, report: Report = unreported) -> tuple[SelfTestCheck, ...]:
     """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of
     96 tokens.
 
     Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in.
-    Small models are computed by one thread.
+    Small models are computed by one thread. ``report`` takes the progress.
     Checks end where the first one fails, since the others need what it shows. Raises
     UnsupportedModelError for a model that kvlinker cannot compute at all.
     """
@@ -98,6 +102,7 @@ def self_test(model: Any) -> tuple[SelfTestCheck, ...]:
             checks = []
             for check in _checks(subject):
                 checks.append(check)
+                report("checking", min(len(checks) / USUAL_CHECKS, 1.0))
                 if not check.passed:
                     break
         except EXHAUSTED:
@@ -130,9 +135,9 @@ def _reason(model: Any) -> Obstacle:
         return Obstacle.PLACE if depends_on_place(model) else found
 
 
-def require_exact(model: Any) -> None:
+def require_exact(model: Any, report: Report = unreported) -> None:
     """Raises UnsupportedModelError unless all checks pass."""
-    error = refusal_after(model, self_test(model))
+    error = refusal_after(model, self_test(model, report))
     if error is not None:
         raise error
 

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,9 +91,9 @@ def load_library(source: Path, target: Target) -> ctypes.CDLL:
 
     Any number of processes may do so at once. Raises NativeUnavailableError.
     """
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    compiler = _compiler()
     try:
-        version = _run([*compiler, "--version"])
+        version = _version_of(*compiler)
         sources = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
         options = f"{COMPILE} {target.options}"
         built_from = (options.encode(), shlex.join(compiler).encode(), version, *sources)
@@ -103,6 +104,23 @@ def load_library(source: Path, target: Target) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(_reason(error)) from error
+
+
+def compiler_version() -> str:
+    """Return what the compiler says of itself; empty without one."""
+    try:
+        return _version_of(*_compiler()).decode(errors="replace")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+@cache
+def _version_of(*compiler: str) -> bytes:
+    return _run([*compiler, "--version"])
 
 
 def _build(compiler: list[str], options: str, source: Path, library: Path) -> None:

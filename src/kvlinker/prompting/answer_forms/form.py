@@ -63,6 +63,10 @@ class AnswerForm:
         """Return the form of answers that reason in at most so many tokens."""
         return replace(self, most_reasoning=most_reasoning)
 
+    def without_bare_calls(self) -> AnswerForm:
+        """Return the form in which JSON without the marks of a call is text."""
+        return replace(self, calls=replace(self.calls, bare=None))
+
     @classmethod
     def of(cls, tokenizer: Any, chat_template: str | None) -> AnswerForm:
         """Find the form of a model by its tokenizer and its chat template. A response template of
@@ -83,20 +87,28 @@ class AnswerForm:
         return cls(
             known["turn"],
             reasoning,
-            CallForm.of(known["calls"]),
+            CallForm.of(known["calls"], chat_template or ""),
             template,
             {token.content: index for index, token in marks.items()},
             frozenset(index for index, token in marks.items() if token.special),
             frozenset(added.keys() - marks.keys() - {tokenizer.eos_token_id}),
         )
 
-    def reader(self, tail: str, tools: Sequence[Tool], *, only_calls: bool = False) -> Reader:
+    def reader(
+        self,
+        tail: str,
+        tools: Sequence[Tool],
+        *,
+        only_calls: bool = False,
+        most_calls: int | None = None,
+    ) -> Reader:
         """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens
         included; without ``tools``, text that looks like a call is text. ``only_calls``: apart from
-        reasoning, there are only calls, enforced by a grammar."""
+        reasoning, there are only calls, enforced by a grammar. ``most_calls``: the answer is over
+        after so many."""
         if self.template is not None and not only_calls:
-            return TemplateReader(self.template, tools, tail=tail)
-        return self._reader(tail, tools, only_calls=only_calls)
+            return TemplateReader(self.template, tools, tail=tail, most_calls=most_calls)
+        return self._reader(tail, tools, only_calls=only_calls, most_calls=most_calls)
 
     def call_marks(self, tools: Sequence[Tool]) -> CallMarks | None:
         """Return the marks with which calls of ``tools`` begin in a text; None if they are not
@@ -133,8 +145,14 @@ class AnswerForm:
             begun = ["begun calls"]
             if trigger in self.marks:
                 begun.append(f"TEXT {self._literal(trigger)} calls")
+            text = self._text
+            if self.calls.bare is not None:
+                begun.append("bare_calls")
+                names = "|".join(_pattern(function_of(tool)["name"]) for tool in tools)
+                text += f" & ~/(?s:(.*\\n)?[ \\t]*{self.calls.bare_pattern(f'({names})')}.*)/"
+                rules += self._bare_calls(tools, several=several)
             source = (
-                f"start: {lead} {self._parts} (TEXT | {' | '.join(begun)})\nTEXT: {self._text}\n"
+                f"start: {lead} {self._parts} (TEXT | {' | '.join(begun)})\nTEXT: {text}\n"
                 f"begun[lazy]: TEXT {json.dumps(trigger)}\n{rules}"
             )
         return AnswerGrammar("lark", source, "tools")
@@ -171,11 +189,21 @@ class AnswerForm:
         return "lead" if reader.reasons else ""
 
     def _reader(
-        self, tail: str, tools: Sequence[Tool], *, only_calls: bool = False
+        self,
+        tail: str,
+        tools: Sequence[Tool],
+        *,
+        only_calls: bool = False,
+        most_calls: int | None = None,
     ) -> AnswerReader:
-        names = [function_of(tool)["name"] for tool in tools]
-        begun = self._begun(tail)
-        return AnswerReader(self.reasoning, self.calls, names, begun=begun, only_calls=only_calls)
+        return AnswerReader(
+            self.reasoning,
+            self.calls,
+            [function_of(tool)["name"] for tool in tools],
+            begun=self._begun(tail),
+            only_calls=only_calls,
+            most_calls=most_calls,
+        )
 
     def _begun(self, tail: str) -> str:
         """Return the part of the answer that a prompt with this ``tail`` already has."""
@@ -233,8 +261,10 @@ class AnswerForm:
         repeats = several and form.between is not None
         tail = self._literal(form.tail)
         rules = [
-            f"calls: ({_either('first', tools)}) {'more*' if repeats else ''}"
-            f" {self._literal(form.closing)}"
+            f"calls: ({_either('first', tools)})"
+            f" {'more*' if repeats else ''}"
+            f" {self._literal(form.closing)} AFTER?",
+            r"AFTER: /[ \n\r\t]{1,8}/",
         ]
         if repeats:
             rules.append(f"more: {_either('next', tools)}")
@@ -248,6 +278,27 @@ class AnswerForm:
                 f"{rule}_{index}: {self._literal(head)} arguments_{index} {tail}"
                 for rule, head in heads.items()
             ]
+        return "\n".join(rules) + "\n"
+
+    def _bare_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Return the rules of ``bare_calls``, which follow a text, and have the arguments and the
+        space that ``_calls`` defines."""
+        more = f" (AFTER? ({_either('next_bare', tools)}))*" if several else ""
+        rules = [f"bare_calls: ({_either('bare', tools)}){more} AFTER?", r"BRACE: /\s*\}/"]
+        for index, tool in enumerate(tools):
+            name = _pattern(function_of(tool)["name"])
+            head = self.calls.bare_pattern(name)
+            behind = f'AFTER? arguments_{index} BRACE (AFTER? "```")?'
+            rules += [
+                f"bare_{index}: bare_head_{index} {behind}",
+                f"bare_head_{index}[lazy]: /(?s:(.*\\n)?)[ \\t]*{head}/",
+            ]
+            if several:
+                head = self.calls.bare_pattern(name, is_next=True)
+                rules += [
+                    f"next_bare_{index}: next_bare_head_{index} {behind}",
+                    f"next_bare_head_{index}[lazy]: /{head}/",
+                ]
         return "\n".join(rules) + "\n"
 
     def _literal(self, text: str) -> str:

@@ -7,6 +7,7 @@ Answers are read the same way whole and in pieces. Calls are those that the gram
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Sequence
@@ -19,12 +20,21 @@ from kvlinker.prompting.answer_forms.calls import CallForm
 ID_LENGTH = 9
 """The length of the ids of calls: Mistral's chat templates take no other."""
 
+LONGEST_HEAD = 400
+"""The most characters of text that is held back since it may be the beginning of a bare call."""
+
 _Heads = Sequence[tuple[str, str]]
 """Beginnings of calls, each with the name of its function."""
 
 
 class Reader(Protocol):
     """Reads one answer."""
+
+    @property
+    def is_over(self) -> bool:
+        """True once the answer has as many calls as it may, or has repeated one, which is left out:
+        it is to end there."""
+        ...
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """Take the next piece of the answer, and return its parts, as far as they are clear, in
@@ -39,6 +49,8 @@ class Reader(Protocol):
 
 class PlainReader:
     """A ``Reader`` of answers that are content and nothing else."""
+
+    is_over = False
 
     def feed(self, text: str) -> list[AnswerPiece]:
         return [AnswerPiece("content", text)] if text else []
@@ -63,10 +75,12 @@ class AnswerReader:
         *,
         begun: str = "",
         only_calls: bool = False,
+        most_calls: int | None = None,
     ) -> None:
         """``reasoning`` are the texts around it, None if there is none. ``tools`` are the names of
         functions that may be called. ``begun`` is the part of the answer that the prompt already
-        has. ``only_calls``: apart from reasoning there is no text."""
+        has. ``only_calls``: apart from reasoning there is no text. ``most_calls``: the answer is
+        over after so many."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls
         self._trigger = calls.trigger if tools else None
@@ -75,11 +89,19 @@ class AnswerReader:
             (calls.told_by(calls.next_head(name)), name)
             for name in (tools if calls.between is not None else ())
         ]
+        bare = () if only_calls else tools
+        self._bare = [(head, name) for name in bare for head in calls.bare_heads(name)]
         self._only_calls = only_calls
+        self._most_calls = most_calls
         self._told: list[AnswerPiece] = []
         self._pending = ""
         self._trims = False
+        self._begins_line = True
+        self._bare_tail = ""
         self._json = _JsonObject()
+        self._head_piece = AnswerPiece("call")
+        self._held: str | None = None  # arguments that are those of an earlier call so far
+        self._called: list[tuple[str, str]] = []  # by name, arguments without space
         self._part: Callable[[], bool] = self._begin_text if reasoning is None else self._lead
         self.feed(begun)
         self._pending = ""
@@ -96,6 +118,10 @@ class AnswerReader:
         """True within reasoning."""
         return self._part == self._think
 
+    @property
+    def is_over(self) -> bool:
+        return self._part == self._end
+
     def feed(self, text: str) -> list[AnswerPiece]:
         self._pending += text
         while self._part():
@@ -105,9 +131,12 @@ class AnswerReader:
 
     def finish(self, *, cut: bool) -> list[AnswerPiece]:
         rest, self._pending = self._pending, ""
+        if self._part == self._arguments:
+            self._release_call()
         if self._part not in (self._lead, self._think, self._begin_text, self._text):
             rest = ""  # the middle of a call
-        elif cut:  # what is left but space may be the beginning of a mark
+        elif cut and not (self._part == self._text and self._may_become_bare(rest.lstrip())):
+            # what is left but space may be the beginning of a mark
             rest = rest[: len(rest) - len(rest.lstrip())]
         self._tell("reasoning" if self.reasons else "content", rest)
         return self.feed("")
@@ -140,15 +169,47 @@ class AnswerReader:
 
     def _text(self) -> bool:
         self._trim()
-        if self._trigger is None:
+        if self._trigger is None and not self._bare:
             self._tell("content", self._pending)
             self._pending = ""
             return False
-        text, mark, _ = self._pending.partition(self._trigger)
-        if not mark:
-            return self._wait_for(self._trigger, "content")
-        self._tell("content", text.rstrip())
-        return self._go_on(self._head, self._pending[len(text.rstrip()) :])
+        bare = self._bare_place()
+        mark = self._pending.find(self._trigger) if self._trigger else -1
+        if 0 <= mark < bare:
+            text = self._pending[:mark].rstrip()
+            self._tell("content", text)
+            return self._go_on(self._head, self._pending[len(text) :])
+        if bare == len(self._pending):
+            return self._wait_for(self._trigger or "", "content")
+        text = self._pending[:bare].rstrip()
+        self._tell("content", text)
+        behind = self._pending[bare:]
+        self._pending = self._pending[len(text) :]
+        return self._begins_bare_call(behind)
+
+    def _bare_place(self) -> int:
+        """Return where in the pending text a bare call begins, or may begin; else its length."""
+        for line in re.finditer(r"(?m)^[ \t]*(?=[`{])", self._pending if self._bare else ""):
+            if line.start() or self._begins_line:
+                text = self._pending[line.end() : line.end() + LONGEST_HEAD + 1]
+                if self._may_become_bare(text) or _bare_head(self._bare, text):
+                    return line.end()
+        return len(self._pending)
+
+    def _may_become_bare(self, text: str) -> bool:
+        """Return whether ``text``, from the beginning of a line on, is that of a bare call."""
+        if not text or len(text) > LONGEST_HEAD:
+            return False
+        return _may_become(self._bare, "".join(text.split()))
+
+    def _begins_bare_call(self, text: str) -> bool:
+        """Begin the bare call that ``text`` begins with, if its head is there."""
+        found = _bare_head(self._bare, text)
+        if found is None:
+            return False
+        head, name, end = found
+        self._bare_tail = "}```" if head.startswith("`") else "}"
+        return self._begin_call(name, text[end - 1 :])
 
     def _head(self) -> bool:
         """Read a call from the space before its trigger to its name."""
@@ -171,12 +232,50 @@ class AnswerReader:
 
     def _arguments(self) -> bool:
         end = self._json.end_in(self._pending)
-        self._tell("arguments", self._pending[:end])
+        text, self._pending = self._pending[:end], self._pending[len(self._pending[:end]) :]
+        if self._held is None:
+            self._tell("arguments", text)
+        else:
+            self._held += text
+            name, said = self._head_piece.text, self._json.without_space
+            if end is not None and (name, said) in self._called:
+                return self._go_on(self._end, "")
+            if end is not None or not any(
+                name == other and known.startswith(said) for other, known in self._called
+            ):
+                self._release_call()
         if end is None:
-            self._pending = ""
             return False
         self._told.append(AnswerPiece("called"))
-        return self._go_on(self._behind, self._pending[end:])
+        self._called.append((self._head_piece.text, self._json.without_space))
+        if len(self._called) == self._most_calls:
+            return self._go_on(self._end, "")
+        return self._go_on(self._behind_bare if self._bare_tail else self._behind, self._pending)
+
+    def _release_call(self) -> None:
+        """Report the beginning of a call that was held back."""
+        if self._held is not None:
+            self._told.append(self._head_piece)
+            self._tell("arguments", self._held)
+            self._held = None
+
+    def _end(self) -> bool:
+        """Leave out what comes after the last call."""
+        self._pending = ""
+        return False
+
+    def _behind_bare(self) -> bool:
+        """Read the braces and the fence after the arguments of a bare call."""
+        end = 0
+        for mark in self._bare_tail:
+            end += len(self._pending[end:]) - len(self._pending[end:].lstrip())
+            if end == len(self._pending):
+                return False
+            if self._pending[end] != mark:
+                break
+            end += 1
+        self._bare_tail, self._begins_line = "", True
+        return self._go_on(self._text, self._pending[end:], trims=True)
 
     def _behind(self) -> bool:
         """Read the tail of a call."""
@@ -203,9 +302,17 @@ class AnswerReader:
         if found is None:
             return False
         head, name = found
-        self._told.append(AnswerPiece("call", name, new_call_id()))
+        return self._begin_call(name, text.removeprefix(head))
+
+    def _begin_call(self, name: str, text: str) -> bool:
+        """Begin a call of which ``text`` is behind the head."""
+        self._head_piece = AnswerPiece("call", name, new_call_id())
         self._json = _JsonObject()
-        return self._go_on(self._before_arguments, text.removeprefix(head))
+        if any(name == other for other, _ in self._called):
+            self._held = ""
+        else:
+            self._told.append(self._head_piece)
+        return self._go_on(self._before_arguments, text)
 
     def _wait_for(self, mark: str, kind: Literal["content", "reasoning"]) -> bool:
         """Report the text, but for trailing space and a possible beginning of ``mark``."""
@@ -228,6 +335,7 @@ class AnswerReader:
     def _tell(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
         if text and not (kind == "content" and self._only_calls):
             self._told.append(AnswerPiece(kind, text))
+            self._begins_line = kind != "content"
 
 
 class _JsonObject:
@@ -237,10 +345,18 @@ class _JsonObject:
         self._depth = 0
         self._quoted = False
         self._escaped = False
+        self._said: list[str] = []
+
+    @property
+    def without_space(self) -> str:
+        """The text so far, without space between its parts."""
+        return "".join(self._said)
 
     def end_in(self, text: str) -> int | None:
         """Return where in the next piece the object ends; None if it goes on."""
         for index, character in enumerate(text):
+            if self._quoted or not character.isspace():
+                self._said.append(character)
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
@@ -260,6 +376,23 @@ class _JsonObject:
 def _may_become(heads: _Heads, text: str) -> bool:
     """Return whether ``text`` is the beginning of a head."""
     return any(head.startswith(text) for head, _ in heads)
+
+
+def _bare_head(heads: _Heads, text: str) -> tuple[str, str, int] | None:
+    """Return the head of the bare call that ``text`` begins with, its name, and where it ends in
+    the text, which may have space in it; None if there is none."""
+    seen = ""
+    longest = max((len(head) for head, _ in heads), default=0)
+    for end, character in enumerate(text[:LONGEST_HEAD], 1):
+        if not character.isspace():
+            seen += character
+            if character == "{" and len(seen) > 1:
+                found = next((pair for pair in heads if pair[0] == seen), None)
+                if found is not None:
+                    return (*found, end)
+        if len(seen) > longest:
+            return None
+    return None
 
 
 def new_call_id() -> str:

@@ -17,6 +17,7 @@ from kvlinker.base.types.limits import (
     MOST_SCHEMA_NODES,
 )
 from kvlinker.base.types.schema_size import SchemaSize
+from kvlinker.base.types.schema_values import has_finite_value
 from kvlinker.base.types.tools import Tool, function_of
 
 MOST_KNOWN = 1024
@@ -67,6 +68,7 @@ class _Room:
 @lru_cache(MOST_KNOWN)
 def _can_be_followed(schema: str) -> bool:
     try:
-        return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+        compiled = LLMatcher.grammar_from_json_schema(schema)
+        return has_finite_value(json.loads(schema)) and not LLMatcher.validate_grammar(compiled)
     except (ValueError, RecursionError):
         return False

@@ -23,9 +23,20 @@ class TemplateReader:
     """A ``Reader``. A call that cannot be parsed, such as one that is not JSON, is returned as
     text, marks included, and so is all that follows; one that is cut off is left out."""
 
-    def __init__(self, template: Mapping[str, Any], tools: Sequence[Tool], *, tail: str) -> None:
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        tools: Sequence[Tool],
+        *,
+        tail: str,
+        most_calls: int | None = None,
+    ) -> None:
         """``tools`` have the types of arguments, and ``tail``, the end of the prompt, the part that
-        has begun there; without ``tools``, text that looks like a call is text."""
+        has begun there; without ``tools``, text that looks like a call is text. ``most_calls``: the
+        answer is over after so many."""
+        self.is_over = False
+        self._most_calls = most_calls
+        self._called: list[tuple[str, str]] = []
         parsed = template if tools else _without_calls(template)
         self._parser: _AnswerParser | None = _AnswerParser(
             parsed, prefix=tail, tools=list(map(dict, tools))
@@ -48,6 +59,8 @@ class TemplateReader:
 
     def _pieces(self, events: Sequence[_Event]) -> Iterator[AnswerPiece]:
         for event in events:
+            if self.is_over:
+                return
             kind = "reasoning" if event["field"] in _REASONING_FIELDS else event["field"]
             match event["type"]:
                 case "region_open":
@@ -58,6 +71,11 @@ class TemplateReader:
                         yield AnswerPiece("content" if kind == "content" else "reasoning", text)
                 case "region_close" if kind == "tool_calls":
                     for name, arguments in event["calls"]:
+                        if (name, arguments) in self._called or self.is_over:
+                            self.is_over = True
+                            break
+                        self._called.append((name, arguments))
+                        self.is_over = len(self._called) == self._most_calls
                         yield AnswerPiece("call", name, new_call_id())
                         yield AnswerPiece("arguments", arguments)
                         yield AnswerPiece("called")

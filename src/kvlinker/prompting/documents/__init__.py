@@ -1,11 +1,6 @@
 """Reads files of documents as texts."""
 
-from kvlinker.prompting.documents.texts import (
-    FORMATS,
-    DocumentText,
-    MissingLibraryError,
-    NoTextError,
-    read_document,
-)
+from kvlinker.prompting.documents.converters import CONVERTERS
+from kvlinker.prompting.documents.texts import DocumentText, NoTextError, read_document
 
-__all__ = ["FORMATS", "DocumentText", "MissingLibraryError", "NoTextError", "read_document"]
+__all__ = ["CONVERTERS", "DocumentText", "NoTextError", "read_document"]

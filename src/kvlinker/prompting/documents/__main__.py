@@ -1,5 +1,5 @@
 """``python -m kvlinker.prompting.documents SUFFIX`` reads a file from standard input, and writes a
-line of JSON: its ``text`` and ``encoding``, or why there is none in ``no_text`` or ``missing``."""
+line of JSON: its ``text`` and ``encoding``, or why there is none in ``no_text``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import sys
 from dataclasses import asdict
 
-from kvlinker.prompting.documents import MissingLibraryError, NoTextError, read_document
+from kvlinker.prompting.documents import NoTextError, read_document
 
 MOST_MEMORY_BYTES = 8 * 2**30
 """The most memory for a file that unpacks to far more than its size, before it is refused."""
@@ -22,8 +22,6 @@ def main(suffix: str) -> None:
         told = asdict(read_document(sys.stdin.buffer.read(), suffix))
     except NoTextError as error:
         told = {"no_text": str(error)}
-    except MissingLibraryError as error:
-        told = {"missing": str(error)}
     print(json.dumps(told))
 
 

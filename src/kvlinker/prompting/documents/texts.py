@@ -1,25 +1,15 @@
-"""Extracts the text of a file: converts PDF, HTML, DOCX and EPUB to Markdown with markitdown, which
-the extra ``documents`` installs, and guesses the encoding of others."""
+"""Extracts the text of a file: converts PDF, HTML, DOCX and EPUB to Markdown, and guesses the
+encoding of others."""
 
 from __future__ import annotations
 
 import codecs
 import io
-import logging
 from dataclasses import dataclass
-from typing import Any
 
 from charset_normalizer import from_bytes
 
-FORMATS = {
-    ".pdf": "PdfConverter",
-    ".html": "HtmlConverter",
-    ".htm": "HtmlConverter",
-    ".xhtml": "HtmlConverter",
-    ".docx": "DocxConverter",
-    ".epub": "EpubConverter",
-}
-"""The markitdown converter of each file name's end."""
+from kvlinker.prompting.documents.converters import CONVERTERS
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -48,10 +38,6 @@ class NoTextError(Exception):
     """The file has no text that could be cached; the message says why."""
 
 
-class MissingLibraryError(Exception):
-    """The converter is not installed; the message says how to install it."""
-
-
 @dataclass(frozen=True, slots=True)
 class DocumentText:
     """The text of a file."""
@@ -64,12 +50,9 @@ class DocumentText:
 
 
 def read_document(content: bytes, suffix: str) -> DocumentText:
-    """Return the text of a file whose name ends in ``suffix``. For suffixes in ``FORMATS``, it is
-    Markdown.
-
-    Raises NoTextError, and MissingLibraryError if the format's converter is not installed.
-    """
-    if suffix.lower() in FORMATS:
+    """Return the text of a file whose name ends in ``suffix``; it is Markdown for suffixes in
+    ``CONVERTERS``. Raises NoTextError."""
+    if suffix.lower() in CONVERTERS:
         found = DocumentText(_converted(content, suffix.lower()))
     else:
         found = _decoded(content)
@@ -94,26 +77,14 @@ def _decoded(content: bytes) -> DocumentText:
 
 
 def _converted(content: bytes, suffix: str) -> str:
-    """Return a file's text as Markdown; ``suffix`` is one of ``FORMATS``.
-
-    Raises NoTextError for a file that is damaged or encrypted, and MissingLibraryError.
-    """
+    """Return a file's text as Markdown; ``suffix`` is one of ``CONVERTERS``. Raises NoTextError for
+    a file that is damaged or encrypted."""
     try:
-        from markitdown import StreamInfo, converters
-    except ModuleNotFoundError as error:
-        raise MissingLibraryError(
-            f"{suffix} files need a converter that is not installed: pip install"
-            " 'kvlinker[documents]'"
-        ) from error
-    logging.getLogger("pdfminer").setLevel(logging.ERROR)  # it warns of every odd font
-    converter = getattr(converters, FORMATS[suffix])()
-    try:
-        result: Any = converter.convert(io.BytesIO(content), StreamInfo(extension=suffix))
+        return CONVERTERS[suffix](io.BytesIO(content))
     except Exception as error:  # whatever a parser trips over
         raise NoTextError(
             f"it cannot be read as {suffix[1:].upper()}: {_first_line(error)}"
         ) from error
-    return str(result.markdown)
 
 
 def _first_line(error: Exception) -> str:

@@ -52,6 +52,8 @@ COLUMNS = (
     "recomputed_fraction",
     "agreement",
     "kl",
+    "answer_kl",
+    "mixed",
 )
 
 CONTEXT_SETTINGS = ("generation_context", "system_prompt", "chat_template", "max_model_len")

@@ -16,6 +16,7 @@ import typer
 
 from kvlinker.base.profiling import Profile
 from kvlinker.base.threads import in_own_thread
+from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import Prompt
 from kvlinker.quality.bench.harness.benchmark import (
     ChunkTokens,
@@ -201,6 +202,11 @@ def run_ttft(
             prompt = workload.prompt(loaded.model.config.vocab_size)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks")
             cache_chunks(engine, prompt)
+            for name in policies:
+                if parse_policy(name).needs.places:
+                    first_token(engine, prompt, name)
+                    progress(f"{len(prompt)} tokens: chunks at later places")
+                    engine.settle().result()
             llm.store.flush()
             with_full = full_limit is None or len(prompt) <= full_limit
             competitors = {

@@ -100,7 +100,7 @@ def run_vllm_ttft(
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
     rows: list[Row] = []
-    with _vllm(subject, settings, longest + SPARE_TOKENS, tier) as llm:
+    with running_vllm(subject, settings, longest + SPARE_TOKENS, tier) as llm:
         for workload in workloads:
             prompt = workload.prompt(subject.loaded.vocabulary)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
@@ -131,7 +131,9 @@ def run_vllm_ttft(
 
 
 @contextmanager
-def _vllm(subject: MeasuredModel, settings: Settings, window: int, tier: str) -> Iterator[LLM]:
+def running_vllm(
+    subject: MeasuredModel, settings: Settings, window: int, tier: str = "host"
+) -> Iterator[LLM]:
     """Run the subject's weights in vLLM, with a store of its own whose chunks lie in the tier."""
     from kvlinker.llm import LLM
 

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.contract.rows import ROW
 from kvlinker.quality.evaluation.examples import (
     Example,
     ExampleAnswer,
@@ -35,11 +37,14 @@ def evaluate(
     """Yield every example with its results, in order.
 
     ``concurrency`` examples run at the same time. Those that the ``journal`` already holds are
-    skipped. Raises PolicyError for a policy that the engine cannot follow.
+    skipped. The passages' KV for later places is computed behind those of other examples, as in a
+    collection of which a prompt takes a few. Raises PolicyError for a policy that the engine cannot
+    follow.
     """
+    mixed = _mixed(examples)
 
     def examine(example: Example) -> ExampleResults:
-        return examiner.examine(example, policies)
+        return examiner.examine(example, policies, mixed[example])
 
     finished = (
         {} if journal is None else {e.digest: journal.get(e.digest, policies) for e in examples}
@@ -59,6 +64,18 @@ def evaluate(
                 yield example, results
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _mixed(examples: Sequence[Example]) -> dict[Example, tuple[str, ...]]:
+    """Mix the passages of as many examples as a row has chunks: those of one example come to stand
+    in different rows."""
+    mixed: dict[Example, tuple[str, ...]] = {}
+    for begin in range(0, len(examples), ROW):
+        several = examples[begin : begin + ROW]
+        columns = zip_longest(*(example.passages for example in several))
+        passages = tuple(each for column in columns for each in column if each is not None)
+        mixed |= dict.fromkeys(several, passages)
+    return mixed
 
 
 class Journal:

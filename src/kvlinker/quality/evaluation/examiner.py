@@ -90,20 +90,32 @@ class Examiner:
             if (reason := engine.unsupported(as_policy(self._policy(name)))) is not None:
                 raise PolicyError(reason, param="policy")
 
-    def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
+    def examine(
+        self, example: Example, policies: Sequence[str], together: Sequence[str] = ()
+    ) -> ExampleResults:
         """Return the policies' results in their order, or why there are none: what fails once is
         left out for all.
 
-        Raises EngineClosedError, after which no example can be asked.
+        For policies that need KV at later places, the passages that come ``together`` are cached
+        before; without them, the example's own are. Raises EngineClosedError, after which no
+        example can be asked.
         """
         try:
-            return self._results(example, policies)
+            return self._results(example, policies, together or example.passages)
         except EngineClosedError:
             raise
         except KVLinkerError as error:
             return Skipped(f"{example.dataset} {example.id}", error.message)
 
-    def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
+    def _results(
+        self, example: Example, policies: Sequence[str], together: Sequence[str]
+    ) -> tuple[Result, ...]:
+        for policy in policies:
+            name, _, form = policy.partition(FORMAT_MARK)
+            examiner = self.others[form] if form else self
+            if as_policy(self._policy(name)).needs.places:
+                examiner.llm.generate_context_cache(together)
+                examiner.llm.engine.settle().result()
         trial = self._trial(example)
         full = trial.run(REFERENCE)
         other_trials = {form: other._trial(example) for form, other in self.others.items()}
@@ -111,9 +123,9 @@ class Examiner:
         for policy in policies:
             name, _, form = policy.partition(FORMAT_MARK)
             if form:
-                run = other_trials[form].run(self._policy(name))
+                run = other_trials[form].run(self._policy(name), full)
             else:
-                run = full if policy == REFERENCE else trial.run(self._policy(policy))
+                run = full if policy == REFERENCE else trial.run(self._policy(policy), full)
             results.append(run.compared(full, example, policy))
         return tuple(results)
 
@@ -208,9 +220,13 @@ class PolicyRun:
 
     usage: Usage
     next_tokens: Sequence[NextToken]
-    """The distributions that are compared with those of full."""
+    """The distributions that are compared with those of full: of an answer's first token, or of all
+    tokens of a continuation."""
     text: str = ""
     """The likeliest answer to a question."""
+    along: Sequence[tuple[int, NextToken]] = ()
+    """The tokens of full's answer to a question, each with its distribution behind those before
+    it."""
     loss: float = 0.0
     """The mean loss of a continuation, in nats per token."""
 
@@ -227,6 +243,12 @@ class PolicyRun:
             "kl": fmean(kl_divergence(*pair) for pair in pairs),
         }
         if isinstance(example, Question):
+            along = [
+                (expected, found)
+                for (_, expected), (_, found) in zip(full.along, self.along, strict=False)
+            ] or pairs
+            measured["answer_agreement"] = fmean(agree(*pair) for pair in along)
+            measured["answer_kl"] = fmean(kl_divergence(*pair) for pair in along)
             return ExampleAnswer(**measured, text=self.text)
         return Scored(**measured, loss=self.loss)
 
@@ -258,14 +280,22 @@ class QuestionTrial:
         grammar = AnswerGrammar.choice(question.choices) if question.choices else None
         return cls(llm, messages, limit, question.first_line, grammar)
 
-    def run(self, policy: str | Policy) -> PolicyRun:
-        """Run the prompt under a policy. The distribution that counts is that of the answer's first
-        token."""
-        answer = self._answer(policy, self.max_tokens, grammar=self.grammar)
+    def run(self, policy: str | Policy, full: PolicyRun | None = None) -> PolicyRun:
+        """Run the prompt under a policy, and then along the answer of ``full``: None for the policy
+        that computes everything."""
+        answer = forced = self._answer(policy, self.max_tokens, grammar=self.grammar)
+        tokens = [] if full is None else [token for token, _ in full.along]
+        if tokens and tokens != [entry.token_id for entry in answer.logprobs]:
+            forced = self._answer(policy, len(tokens), grammar=AnswerGrammar.tokens(tokens))
         text = answer.text.strip()
         if self.first_line:
             text = text.split("\n", 1)[0].strip()
-        return PolicyRun(answer.usage, (self._first_token(policy, answer),), text=text)
+        return PolicyRun(
+            answer.usage,
+            (NextToken.of(answer.logprobs[0].top),),
+            text=text,
+            along=[(entry.token_id, NextToken.of(entry.top)) for entry in forced.logprobs],
+        )
 
     def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
         answer: Answer = self.llm.chat_completion(
@@ -278,13 +308,6 @@ class QuestionTrial:
         )
         return answer
 
-    def _first_token(self, policy: str | Policy, answer: Answer) -> NextToken:
-        """Return the distribution of the first token, which is asked for again where an answer
-        ended at once."""
-        if not answer.logprobs:
-            answer = self._answer(policy, 1, ignore_eos=True)
-        return NextToken.of(answer.logprobs[0].top)
-
 
 @dataclass(frozen=True, slots=True)
 class ContinuationTrial:
@@ -294,7 +317,7 @@ class ContinuationTrial:
     llm: LLM
     parts: Sequence[ContentPart]
 
-    def run(self, policy: str | Policy) -> PolicyRun:
+    def run(self, policy: str | Policy, _full: PolicyRun | None = None) -> PolicyRun:
         """Run the prompt under a policy."""
         scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)
         rows = zip(scored.top_ids, scored.top_logprobs.astype(np.float64), strict=True)

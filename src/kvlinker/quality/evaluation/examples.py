@@ -28,9 +28,10 @@ class _Example:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of all fields, ``choices`` only where there are some, as they came after
+        """SHA-256 (hex) of all fields, the last two only where there are some, as they came after
         results were kept by it: equal examples are asked once."""
-        fields = {name: value for name, value in asdict(self).items() if name != "choices" or value}
+        later = ("choices", "wrong")
+        fields = {name: value for name, value in asdict(self).items() if name not in later or value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -50,6 +51,8 @@ class Question(_Example):
     """True if the question makes no sense with passages taken out."""
     choices: tuple[str, ...] = ()
     """The answers of which the model has to give one; none where it answers freely."""
+    wrong: tuple[str, ...] = ()
+    """What an answer names that has taken something from a passage that was not asked about."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,13 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class ExampleAnswer(_Result):
-    """Holds a question's answer; its first token is what is compared with full's."""
+    """Holds a question's answer; ``agreement`` and ``kl`` are those of its first token."""
 
     text: str
+    answer_agreement: float
+    """The share of the tokens along full's answer for which the most likely one is full's."""
+    answer_kl: float
+    """The mean divergence of the distributions along full's answer from full's, in nats."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,18 @@ def rouge_scorer() -> Any:
     return bench_library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
 
 
+def names(answer: str, reference: str) -> float:
+    """Return 1 if the answer has the reference's words one after the other, both normalised, else
+    0."""
+    return float(f" {normalised(reference)} " in f" {normalised(answer)} ")
+
+
 METRICS: dict[str, Metric] = {
     "exact_match": exact_match,
     "f1": f1,
     "rouge_l": rouge_l,
     "jaccard": jaccard,
+    "names": names,
 }
 """Metrics against the references of a data set, by name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp
 from statistics import fmean
@@ -39,10 +39,16 @@ class TaskScore:
     recomputed_fraction: float
     agreement: float
     kl: float
+    answer_agreement: float | None
+    """None where a text was scored."""
+    answer_kl: float | None
+    mixed: float | None
+    """The share of the answers that name something wrong; None where no example says what is."""
 
     def row(self) -> dict[str, Any]:
-        """Return the row of a report: the fields, and a loss's perplexity."""
-        return asdict(self) | ({"perplexity": exp(self.score)} if self.metric == "loss" else {})
+        """Return the row of a report: the fields that are known, and a loss's perplexity."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return known | ({"perplexity": exp(self.score)} if self.metric == "loss" else {})
 
 
 _ByPolicy = tuple[Example, dict[str, Result]]
@@ -108,7 +114,14 @@ def _scores_of(
             recomputed_fraction=fmean(result.recomputed_fraction for result in results),
             agreement=fmean(result.agreement for result in results),
             kl=fmean(result.kl for result in results),
+            answer_agreement=_mean_of(values, "answer_agreement"),
+            answer_kl=_mean_of(values, "answer_kl"),
+            mixed=_mean_of(values, "mixed"),
         )
+
+
+def _mean_of(values: Mapping[str, Sequence[float]], metric: str) -> float | None:
+    return fmean(values[metric]) if metric in values else None
 
 
 def _values(group: Sequence[_ByPolicy], policy: str) -> dict[str, list[float]]:
@@ -130,6 +143,10 @@ def _measures(example: Example, result: Result, full: Result) -> dict[str, float
             measures[name] = best_score(metric, result.text, example.answers)
         for name, metric in VERSUS_FULL.items():
             measures[name] = similarity(metric, result.text, full.text)
+        measures["answer_agreement"] = result.answer_agreement
+        measures["answer_kl"] = result.answer_kl
+        if example.wrong:
+            measures["mixed"] = best_score(METRICS["names"], result.text, example.wrong)
     else:
         measures["loss"] = result.loss
     return measures

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.linking.parameters import Number, declared
+from kvlinker.linking.union import joined
 
 USUAL = ("query-5-sensitive", "legolink-16")
 """The policies, the better one first, whose numbers are raised where the default policy has
@@ -74,10 +75,13 @@ def usual_policy(unsupported: Callable[[Policy], str | None]) -> Policy:
 
 
 def _numbers(policy: Policy) -> list[Policy]:
-    """Return the policy with the numbers that are worth trying, its own included, ascending; none
-    where it has no number."""
-    for name, parameter in declared(type(policy)).items():
-        if isinstance(parameter, Number):
-            values = sorted({*parameter.trials, getattr(policy, name)})
-            return [replace(policy, **{name: value}) for value in values]  # type: ignore[type-var]
+    """Return the policy with the numbers that are worth trying, its own included, ascending; of a
+    union, those of its first part with a number. None where it has no number."""
+    for index, part in enumerate(policy.parts):
+        for name, parameter in declared(type(part)).items():
+            if isinstance(parameter, Number):
+                before, after = policy.parts[:index], policy.parts[index + 1 :]
+                values = sorted({*parameter.trials, getattr(part, name)})
+                parts = [replace(part, **{name: value}) for value in values]  # type: ignore[type-var]
+                return [joined((*before, each, *after)) for each in parts]
     return []

@@ -16,7 +16,7 @@ from kvlinker.base.errors import (
     PermissionDeniedError,
 )
 from kvlinker.base.events import ChunkNamed, Events
-from kvlinker.base.types.chunks import GenerationContext, split_salt
+from kvlinker.base.types.chunks import GenerationContext, split_salt, with_places
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
 from kvlinker.engines.contract.contract import Engine
@@ -326,7 +326,7 @@ class ContextCaches:
             self._catalog.usage(owner),
             self._catalog.pinned_bytes(owner),
             self._limits.quotas.of(owner),
-            self._store.usage_of(self._catalog.keys_of(owner)),
+            self._store.usage_of(with_places(self._catalog.keys_of(owner))),
         )
 
     def tier(self, cache: ContextCache) -> str | None:

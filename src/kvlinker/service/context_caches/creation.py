@@ -35,7 +35,7 @@ from kvlinker.store import (
     StoreError,
     new_context_cache_id,
 )
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 MOST_NAMES = 16
 """The most names by which routers know an answer, in addition to its id."""
@@ -192,6 +192,23 @@ class Creation:
         self._events.publish(ChunkNamed(record.chunk_key, named, record.tenant))
         return entered.cache
 
+    def keep_part(
+        self, chunk: Chunk, whole: str, first: int, *, text: str, owner: str, ttl: float
+    ) -> ContextCache | None:
+        """Make an implicit context cache of those tokens of the chunk with the key ``whole`` that
+        begin with the one at index ``first``, with their KV. Returns what ``keep_answer`` does, and
+        None if the KV is in no tier, or has states, which cannot be divided."""
+        kv = self._store.get_computed(whole)
+        if kv is None or kv.states:
+            return None
+        tokens = slice(first, first + len(chunk))
+        layers = (
+            LayerKV.of_parts([part[:, tokens].contiguous() for part in layer.parts])
+            for layer in kv.layers
+        )
+        part = ChunkKV(tuple(layers), tokens=len(chunk))
+        return self.keep_answer(chunk, part, text=text, owner=owner, ttl=ttl)
+
     def close(self) -> None:
         """Finish the creations under way."""
         self._writer.shutdown()
@@ -276,6 +293,9 @@ class Creation:
                 self._texts.index({record.chunk_key: record.chunk for record in records})
             for record in records:
                 self._events.publish(ChunkNamed(record.chunk_key, (record.id,), record.tenant))
+            self._engine.expect_together(
+                [record.chunk for record in records], tenant=records[0].tenant
+            )
             entered.set_result(records)
         except BaseException as error:
             try:

@@ -6,12 +6,14 @@ import math
 import threading
 import time
 
+from kvlinker.base.types.chunks import with_places
 from kvlinker.service.context_caches.texts import ChunkTexts
 from kvlinker.store import Catalog, ChunkStore
 from kvlinker.store.deletions import Deletions
 
 EXPIRED_AT_ONCE = 200
-"""The most context caches that are removed in one transaction: others wait for its end."""
+"""The most context caches, or responses, that are removed in one transaction: others wait for its
+end."""
 
 
 class Maintenance:
@@ -31,7 +33,7 @@ class Maintenance:
         )  # what the catalog says reaches the store before the catalog is asked again
 
     def sweep(self) -> int:
-        """Delete expired context caches; returns the number of context caches.
+        """Delete expired context caches and responses; returns the number of context caches.
 
         Also takes over what other processes on this catalog deleted and pinned, indexes texts that
         are not in the search index yet, and deletes again chunks that a request stored after their
@@ -47,6 +49,8 @@ class Maintenance:
             count, released = self._catalog.expire(now, limit=EXPIRED_AT_ONCE)
             self.deletions.drop(released)
             expired += count
+        while self._catalog.responses.expire(now, limit=EXPIRED_AT_ONCE) == EXPIRED_AT_ONCE:
+            pass
         self.deletions.follow(now)
         self.pin()
         self._texts.catch_up()
@@ -55,4 +59,4 @@ class Maintenance:
     def pin(self) -> None:
         """Report to the store which chunks are pinned now."""
         with self._pinning:
-            self._store.set_pinned(self._catalog.pinned())
+            self._store.set_pinned(with_places(self._catalog.pinned()))

@@ -4,21 +4,24 @@ has them finds their chunks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from queue import Empty, Full, Queue
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import NamedTuple
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
-from kvlinker.base.types.messages import MarkedText, TextSource
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.messages import MarkedText
 from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.store import Catalog, ChunkStore
 
 MOST_WAITING = 64
-"""The most passages whose texts wait to be computed; more are left to their second sight."""
+"""The most prompts whose passages wait to be computed; those of more are left to their next
+sight."""
 
 MEMORY_SHARE = 0.8
 """The share of memory that may be full when one more passage is computed: nothing is evicted for a
@@ -28,15 +31,17 @@ QUOTA_SHARE = 0.5
 """The share of its implicit context caches, and of its quota, that a tenant may have when one more
 is computed."""
 
+SETTLE_SECONDS = 0.02
+"""The seconds between two looks of a caller that waits for all passages."""
+
 logger = logging.getLogger(__name__)
 
 
-class _Passage(NamedTuple):
-    """A text of a tenant's requests with this salt."""
+class _Passages(NamedTuple):
+    """Passages of one prompt, and its tenant."""
 
-    text: str
+    texts: Mapping[Chunk, MarkedText]
     tenant: str
-    salt: str
 
 
 class PassagesAhead:
@@ -61,22 +66,26 @@ class PassagesAhead:
         self._store = store
         self._most_caches = most_caches * QUOTA_SHARE
         self._quotas = quotas
-        self._waiting: Queue[_Passage] = Queue(MOST_WAITING)
+        self._waiting: Queue[_Passages] = Queue(MOST_WAITING)
         self._closed = Flag()
         self._starting = Lock()
         self._thread: Thread | None = None
 
-    def note(self, texts: Sequence[str], *, tenant: str, salt: str) -> None:
-        """Have chunks made of texts in a prompt that were not seen before."""
-        for text in texts:
-            try:
-                self._waiting.put_nowait(_Passage(text, tenant, salt))
-            except Full:
-                return
+    def note(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> None:
+        """Have chunks computed that stand in one prompt, as far as they have no context caches."""
+        if not texts:
+            return
+        with suppress(Full):
+            self._waiting.put_nowait(_Passages(texts, tenant))
         with self._starting:
-            if texts and self._thread is None and not self._closed.is_set():
+            if self._thread is None and not self._closed.is_set():
                 self._thread = Thread(target=self._work, name="kvlinker-ahead", daemon=True)
                 self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until all passages that were noted are computed, or left to their next sight."""
+        while self._waiting.unfinished_tasks and not self._closed.wait(SETTLE_SECONDS):
+            pass
 
     def close(self) -> None:
         """Make no more. The engine is closed before, which ends its computations. Idempotent."""
@@ -88,34 +97,38 @@ class PassagesAhead:
     def _work(self) -> None:
         while not self._closed.is_set():
             try:
-                passage = self._waiting.get(timeout=1)
+                passages = self._waiting.get(timeout=1)
             except Empty:
                 continue
             try:
-                self._make(passage)
+                self._make(passages)
             except EngineClosedError:
                 return
             except KVLinkerError as error:
-                logger.info("A passage is left to its second sight: %s", error.message)
+                logger.info("Passages are left to their next sight: %s", error.message)
             except Exception:
-                logger.exception("A passage could not be computed ahead")
+                logger.exception("Passages could not be computed ahead")
             finally:
                 self._waiting.task_done()
 
-    def _make(self, passage: _Passage) -> None:
-        tenant = passage.tenant
-        chunk = self._implicit.encode(passage.text, passage.salt)
-        memory = self._store.usage()[0]
-        if (
-            chunk is None
-            or memory.used_bytes > MEMORY_SHARE * memory.budget_bytes
-            or not self._has_room(tenant, self._engine.kv_bytes(len(chunk)))
-            or self._implicit.find([chunk], tenant=tenant)
-        ):
-            return
-        self._engine.cache_chunk(chunk, tenant=tenant, idle=True).result()
-        text = MarkedText(passage.text, source=TextSource.RECOGNITION)
-        self._implicit.use({chunk: text}, {}, tenant=tenant)
+    def _make(self, passages: _Passages) -> None:
+        """Compute the chunks one by one, as long as there is room, and then have them expected
+        together."""
+        tenant = passages.tenant
+        found = self._implicit.find(tuple(passages.texts), tenant=tenant)
+        together = [each.chunk for each in found.values()]
+        for chunk, text in passages.texts.items():
+            if chunk in found:
+                continue
+            memory = self._store.usage()[0]
+            full = memory.used_bytes > MEMORY_SHARE * memory.budget_bytes
+            if full or not self._has_room(tenant, self._engine.kv_bytes(len(chunk))):
+                break
+            self._engine.cache_chunk(chunk, tenant=tenant, idle=True).result()
+            self._implicit.use({chunk: text}, {}, tenant=tenant)
+            together.append(chunk)
+        if len(together) > len(found):
+            self._engine.expect_together(together, tenant=tenant)
 
     def _has_room(self, tenant: str, nbytes: int) -> bool:
         """Return whether the tenant may have a chunk of so many bytes without losing others: what

@@ -1,18 +1,19 @@
-"""Makes marked texts, documents and recognised passages chunks, for ``ContentReader``.
+"""Makes marked texts, documents, recognised passages and pieces chunks, for ``ContentReader``.
 
-``encode`` makes the ``Chunk`` of a text, its token ids; ``find`` and ``use`` find its context cache
-in the catalog by content, or enter one. No KV is taken from the request that contains the text:
-like that of an evicted chunk, it is missing in the store when the prompt is loaded, and is then
-computed alone (``PromptLoader``). Other requests for it wait for the same computation.
+``encode`` makes the ``Chunk`` of a text, and ``within`` that of token ids in a prompt; ``find`` and
+``use`` find its context cache in the catalog by content, or enter one. No KV is taken from the
+request that contains the text: like that of an evicted chunk, it is missing in the store when the
+prompt is loaded, and is then computed alone (``PromptLoader``). Other requests for it wait for the
+same computation.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal, NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 TOKENS_AROUND = 64
 """The tokens of the context window that an implicit chunk leaves to the prompt around it."""
+
+EDGE_TOKENS = 4
+"""The tokens at each end of a text, less one, that may be others within a prompt: punctuation, and
+the white space and letters that are joined with it."""
 
 NAMED_LINES = 16
 """The lines by which a text is known that was recognised: its first ones, as a request has all of
@@ -47,6 +52,20 @@ class FoundChunk(NamedTuple):
 
     created: bool
     """True if this call entered the context cache."""
+
+
+class Part(NamedTuple):
+    """The tokens of a chunk that agree with those that its text has in a prompt."""
+
+    whole: FoundChunk
+    first: int
+    """The index in the chunk of the first token that agrees."""
+
+    skipped: int
+    """The tokens of the text in the prompt before that one."""
+
+    chunk: Chunk
+    """The tokens that agree, as a chunk whose KV is that of the whole one."""
 
 
 class ImplicitCaches:
@@ -77,11 +96,18 @@ class ImplicitCaches:
         if not text:
             return None
         try:
-            chunk = replace(self._builder.encode_chunk(text), salt=salt, scored=False)
+            return self._fitting(self._builder.encode_chunk(text), salt)
         except InvalidRequestError:
             return None
+
+    def within(self, ids: Sequence[int], salt: str = "") -> Chunk | None:
+        """Return the chunk of token ids that stand within a prompt; None if they are none, or too
+        many."""
+        return self._fitting(self._builder.chunk_within(ids), salt) if ids else None
+
+    def _fitting(self, chunk: Chunk, salt: str) -> Chunk | None:
         fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._engine.max_model_len
-        return chunk if fits else None
+        return replace(chunk, salt=salt, scored=False) if fits else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
         """Return those of the chunks, which have one salt, that have context caches, the tenant's
@@ -104,21 +130,69 @@ class ImplicitCaches:
                 found[chunk] = FoundChunk(best.chunk, best, created=False)
         return found
 
+    def find_part(
+        self, text: str, ids: Sequence[int], *, salt: str = "", tenant: str
+    ) -> Part | None:
+        """Return the part of a text's chunk that agrees with ``ids``, which are those of the text
+        in a prompt: behind other texts, and before them, a text may have other tokens at its edges.
+        None if it has no context cache, or other tokens within."""
+        wanted = self.encode(text, salt)
+        known = {} if wanted is None else self.find([wanted], tenant=tenant)
+        if wanted not in known:
+            return None
+        whole = known[wanted]
+        tokens = whole.chunk.tokens
+        edges = [(one, other) for one in range(EDGE_TOKENS) for other in range(EDGE_TOKENS)]
+        for first, skipped in sorted(edges, key=sum):
+            pairs = zip(tokens[first:], ids[skipped:], strict=False)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            behind = max(len(tokens) - first, len(ids) - skipped) - count
+            if behind < EDGE_TOKENS < count:
+                chunk = replace(
+                    whole.chunk,
+                    tokens=tokens[first : first + count],
+                    prefix=(*whole.chunk.prefix, *tokens[:first]),
+                    shared=False,
+                )
+                return Part(whole, first, skipped, chunk)
+        return None
+
+    def keep_part(self, part: Part, text: str, *, tenant: str) -> FoundChunk | None:
+        """Return the context cache of a part, entered with the KV of the whole chunk; None if that
+        cannot be divided or is gone, or if there is no room."""
+        try:
+            cache = self._creation.keep_part(
+                part.chunk,
+                part.whole.cache.chunk_key,
+                part.first,
+                text=text,
+                owner=tenant,
+                ttl=self._ttl,
+            )
+        except CatalogUnavailableError as error:
+            logger.warning("A text is computed without its chunk: %s", error.message)
+            return None
+        if cache is None:
+            return None
+        self._events.publish(ImplicitText(TextSource.RECOGNITION, "created"))
+        return FoundChunk(cache.chunk, cache, created=True)
+
     def use(
         self,
         texts: Mapping[Chunk, MarkedText],
         known: Mapping[Chunk, FoundChunk],
         *,
         tenant: str,
+        kept: Collection[str] = (),
     ) -> dict[Chunk, FoundChunk]:
         """Return the chunks with their context caches: those that ``find`` has returned, ``known``,
-        live on, and others are entered.
+        live on, and others are entered, but not in the places of the ids in ``kept``.
 
         A chunk for which there is no room is missing in the result; so are all while the catalog
         does not answer, and their texts are computed.
         """
         try:
-            found = self._entered(texts, known, tenant)
+            found = self._entered(texts, known, tenant, kept)
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             found = {}
@@ -146,11 +220,15 @@ class ImplicitCaches:
             self._catalog.implicit.extend(lives, now)
 
     def _entered(
-        self, texts: Mapping[Chunk, MarkedText], known: Mapping[Chunk, FoundChunk], tenant: str
+        self,
+        texts: Mapping[Chunk, MarkedText],
+        known: Mapping[Chunk, FoundChunk],
+        tenant: str,
+        kept: Collection[str],
     ) -> dict[Chunk, FoundChunk]:
         found = {chunk: known[chunk] for chunk in texts if chunk in known}
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
-        kept = {each.cache.id for each in found.values()}
+        kept = {*kept, *(each.cache.id for each in found.values())}
         new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
         if new:
             entered = self._creation.enter_implicit(new, owner=tenant, kept=kept)
@@ -160,9 +238,9 @@ class ImplicitCaches:
 
 
 def _names_of(text: MarkedText, tenant: str) -> tuple[str, ...]:
-    """Return the names by which routers may know a text: one that was recognised within another, by
-    its lines."""
-    if text.source is TextSource.RECOGNITION:
+    """Return the names by which routers may know a text: one that was found within another, by its
+    lines."""
+    if text.source in (TextSource.RECOGNITION, TextSource.STRUCTURE):
         return tuple(text_name(line, tenant) for line in islice(lines_of(text.text), NAMED_LINES))
     return (text_name(text.text, tenant),)
 

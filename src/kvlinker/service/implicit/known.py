@@ -9,6 +9,8 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.prompting.texts import Span
+
 WINDOW = 32
 """The characters of a window, by whose hash texts are found."""
 
@@ -23,9 +25,6 @@ LEAST_WORK = 16_384
 
 DIGEST_COST = 64
 """The characters that are read in the time of one more comparison."""
-
-Span = tuple[int, int]
-"""Characters [begin, end) of a text."""
 
 Hashes = NDArray[np.uint64]
 

@@ -1,9 +1,9 @@
-"""Finds parts of unmarked text that are worth a chunk: texts of known chunks, and repeated
+"""Finds parts of a prompt's texts that are worth a chunk: texts of known chunks, and repeated
 passages.
 
 The cuts in a text depend on the passages themselves, not on the text before them, so frameworks may
 join retrieved texts as they like. Nothing is taken on a hash's word: what becomes a chunk is the
-text itself.
+text itself, with the token ids that it has in the prompt.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
 from kvlinker.base.events import AnswerKept, Event, Events
 from kvlinker.base.types.chunks import salted
-from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.service.implicit.known import WINDOW, KnownTexts, Span, WindowHash
+from kvlinker.prompting.texts import Passage, PromptText, Span
+from kvlinker.service.implicit.known import WINDOW, KnownTexts, WindowHash
 from kvlinker.service.implicit.seen_lines import (
     LEAST_CHARACTERS,
+    MOST_SIGHTS,
     Line,
     RecentDigests,
     SeenLines,
@@ -49,11 +50,21 @@ MOST_LOADED = 2048
 """The most chunks that are read from the catalog at once; of more, the newest."""
 
 PART_END = "\0"
-"""Stands after each part of a prompt in what is hashed of it."""
+"""Stands after each section of a prompt in what is hashed of it."""
+
+
+class Recognised(NamedTuple):
+    """What is found in the texts of one prompt, in order."""
+
+    chunks: Sequence[Passage]
+    """Known texts, and passages that come again."""
+
+    new: Sequence[Passage] = ()
+    """Paragraphs that are seen for the first time."""
 
 
 class Recognizer:
-    """Marks texts in prompts that are to be chunks. Methods may be called from any thread."""
+    """Finds texts in prompts that are to be chunks. Methods may be called from any thread."""
 
     def __init__(
         self, catalog: Catalog, encoder: TextEncoder, events: Events, *, fingerprint: str
@@ -69,16 +80,16 @@ class Recognizer:
         self._look()
         events.subscribe(self._listen)
 
-    def mark(
+    def read(
         self,
-        messages: Sequence[ChatMessage[CachedPart]],
+        prompt_texts: Sequence[PromptText],
         *,
         tenant: str,
         salt: str = "",
         notes: bool = True,
-    ) -> tuple[list[ChatMessage[CachedPart]], list[str]]:
-        """Return the messages with known texts and passages that come again in requests with this
-        salt marked, and the paragraphs that are seen for the first time; remember all others.
+    ) -> Recognised:
+        """Find known texts, and passages that come again in requests with this salt; remember all
+        others.
 
         The common beginning of a prompt and an earlier one does not count as repeated: it is reused
         as it was computed. Without ``notes``, nothing is remembered.
@@ -88,20 +99,36 @@ class Recognizer:
             with suppress(CatalogUnavailableError):  # what is known already is recognised
                 self._load(texts, tenant, salt)
             reading = _Reading(texts)
-            marked = [reading.mark(message) for message in messages]
+            for each in prompt_texts:
+                reading.read(each)
             if notes:
                 texts.remember(reading)
-            return marked, reading.paragraphs if notes else []
+            return Recognised(reading.found, reading.paragraphs if notes else ())
 
-    def mark_answers(
-        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, salt: str = ""
-    ) -> Sequence[ChatMessage[CachedPart]]:
-        """Return the messages with the texts of kept answers marked, and no others. Those that
-        another server kept may be missed for a minute."""
+    def notice(
+        self, prompt_texts: Sequence[PromptText], *, tenant: str, salt: str = ""
+    ) -> Sequence[Passage]:
+        """Return the passages that ``read`` would find to come again, and remember all texts. The
+        catalog is not asked for known texts."""
+        texts = self._texts_of(tenant, salt)
+        with texts.lock:
+            reading = _Reading(texts)
+            for each in prompt_texts:
+                reading.read(each)
+            texts.remember(reading)
+            return reading.found
+
+    def keeps_answers(self, tenant: str) -> bool:
+        """Return whether the tenant has kept answers. Those that another server kept may be missed
+        for a minute."""
         if time.monotonic() - self._looked_at > LOOK_SECONDS:
             self._look()
-        if tenant not in self._keeping:
-            return messages
+        return tenant in self._keeping
+
+    def find_answers(
+        self, prompt_texts: Sequence[PromptText], *, tenant: str, salt: str = ""
+    ) -> Recognised:
+        """Find the texts of kept answers, and no others."""
         texts = self._texts_of(tenant, salt)
         with texts.lock:
             with suppress(CatalogUnavailableError):
@@ -117,9 +144,26 @@ class Recognizer:
                     with suppress(InvalidRequestError):  # it cannot be written as text
                         if self._encoder.encode_data(text) == tokens:  # as in another prompt
                             texts.answers.add(text)
-            if not len(texts.answers):
-                return messages
-            return [_with_known(message, texts.answers) for message in messages]
+            return Recognised(
+                [
+                    Passage(each, *span)
+                    for each in prompt_texts
+                    for span in texts.answers.find(each.text)
+                ]
+            )
+
+    def seen_before(
+        self, contents: Sequence[str], *, tenant: str, salt: str = "", notes: bool = True
+    ) -> frozenset[str]:
+        """Return which of these contents of pieces came in an earlier request with this salt, and
+        remember all of them; without ``notes``, none."""
+        texts = self._texts_of(tenant, salt)
+        with texts.lock:
+            digests = [bytes.fromhex(content) for content in contents]
+            seen = frozenset(each.hex() for each in digests if each in texts.pieces)
+            if notes:
+                texts.pieces.add(digests)
+            return seen
 
     def _listen(self, event: Event) -> None:
         """Take note of tenants that keep answers."""
@@ -169,6 +213,9 @@ class _TenantTexts:
 
         self.answers_loaded = 0
 
+        self.pieces = RecentDigests(MOST_SIGHTS)
+        """The SHA-256 of the token ids of pieces."""
+
     def remember(self, reading: _Reading) -> None:
         """Remember the texts of a prompt, once it is read: it does not come again within itself."""
         for units in reading.fresh:
@@ -177,80 +224,61 @@ class _TenantTexts:
 
 
 class _Reading:
-    """Reads one prompt, message by message."""
+    """Reads one prompt, text by text."""
 
     def __init__(self, texts: _TenantTexts) -> None:
+        self.found: list[Passage] = []
         self.fresh: list[list[Line]] = []
         """The units after what began as an earlier prompt did, in rows."""
 
         self.beginnings: list[bytes] = []
         """The SHA-256 of all that was read up to the end of each unit."""
 
-        self.paragraphs: list[str] = []
+        self.paragraphs: list[Passage] = []
         """Texts between empty lines that are new, and long enough for chunks."""
 
         self._texts = texts
         self._digest = hashlib.sha256()
 
-    def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
-        """Return a message with texts marked."""
-        self._read(repr((message.role, message.name, message.fields)) + PART_END)
-        parts: list[str | CachedPart] = []
-        for part in message.content:
-            if isinstance(part, str):
-                parts += self._cut(part)
-            else:
-                self._read(repr(part))
-                parts.append(part)
+    def read(self, source: PromptText) -> None:
+        """Read a text of the prompt, what stands before it included."""
+        self._read(source.before + PART_END)
+        for begin, end in source.sections:
+            self._read_section(source, begin, end)
             self._read(PART_END)
-        return replace(message, content=tuple(parts))
 
-    def _cut(self, text: str) -> list[str | CachedPart]:
-        """Return the text with known texts in it marked, and passages that come again."""
+    def _read_section(self, source: PromptText, first: int, last: int) -> None:
+        text = source.text[first:last]
         spans = self._texts.known.find(text) if len(text) >= WINDOW else []
+        passages: list[Span] = []
         if len(text) < LEAST_CHARACTERS:
             self._read(text)
-            return _marked(text, spans)
-        passages: list[Span] = []
-        end = 0
-        for (_, before), (begin, behind) in pairwise([(0, 0), *spans, (len(text), len(text))]):
-            units = units_of(text, before, begin)
-            new = []
-            for unit in units:
-                self._read(text[end : unit.end])
-                end = unit.end
-                beginning = self._digest.digest()
-                self.beginnings.append(beginning)
-                if beginning not in self._texts.beginnings:
-                    new.append(unit)
-            again = self._texts.seen_lines.seen(new)
-            passages += again
-            self.fresh.append(new)
-            self.paragraphs += paragraphs(text, [unit for unit in new if not _within(unit, again)])
-            self._read(text[end:behind])
-            end = behind
-        return _marked(text, sorted([*spans, *passages]))
+        else:
+            end = 0
+            for (_, before), (begin, behind) in pairwise([(0, 0), *spans, (len(text), len(text))]):
+                units = units_of(text, before, begin)
+                new = []
+                for unit in units:
+                    self._read(text[end : unit.end])
+                    end = unit.end
+                    beginning = self._digest.digest()
+                    self.beginnings.append(beginning)
+                    if beginning not in self._texts.beginnings:
+                        new.append(unit)
+                again = self._texts.seen_lines.seen(new)
+                passages += again
+                self.fresh.append(new)
+                unknown = [unit for unit in new if not _within(unit, again)]
+                for start, stop in paragraphs(text, unknown):
+                    self.paragraphs.append(Passage(source, first + start, first + stop))
+                self._read(text[end:behind])
+                end = behind
+        for start, stop in sorted([*spans, *passages]):
+            self.found.append(Passage(source, first + start, first + stop))
 
     def _read(self, text: str) -> None:
         self._digest.update(text.encode(errors="surrogatepass"))
 
 
-def _with_known(message: ChatMessage[CachedPart], known: KnownTexts) -> ChatMessage[CachedPart]:
-    """Return a message with the known texts in its unmarked ones marked."""
-    content: list[str | CachedPart] = []
-    for part in message.content:
-        content += _marked(part, known.find(part)) if isinstance(part, str) else [part]
-    return replace(message, content=tuple(content))
-
-
 def _within(unit: Line, spans: Sequence[Span]) -> bool:
     return any(begin <= unit.begin and unit.end <= end for begin, end in spans)
-
-
-def _marked(text: str, spans: Iterable[Span]) -> list[str | CachedPart]:
-    parts: list[str | CachedPart] = []
-    done = 0
-    for begin, end in spans:
-        parts += [text[done:begin], MarkedText(text[begin:end], source=TextSource.RECOGNITION)]
-        done = end
-    return [part for part in [*parts, text[done:]] if part != ""]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
-from kvlinker.service.implicit.known import Span
+from kvlinker.prompting.texts import Span
 
 MOST_SIGHTS = 16_384
 """The most units, and pairs of them, that are remembered of one tenant."""
@@ -106,9 +106,9 @@ def units_of(text: str, begin: int, end: int) -> list[Line]:
     return units if len(units) < most else []
 
 
-def paragraphs(text: str, units: Sequence[Line]) -> list[str]:
-    """Return the texts of neighbouring units, up to the next empty line or rule, that are long
-    enough for passages."""
+def paragraphs(text: str, units: Sequence[Line]) -> list[Span]:
+    """Return the neighbouring units, up to the next empty line or rule, that are long enough for
+    passages."""
     rows: list[list[Line]] = [[]]
     for unit in units:
         row = rows[-1]
@@ -116,7 +116,7 @@ def paragraphs(text: str, units: Sequence[Line]) -> list[str]:
             rows.append([])
         if unit.digest:
             rows[-1].append(unit)
-    return [text[begin:end] for row in rows for begin, end in _passage(row)]
+    return [span for row in rows for span in _passage(row)]
 
 
 def _pair(one: Line, other: Line) -> bytes:

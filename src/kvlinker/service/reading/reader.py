@@ -13,6 +13,7 @@ from kvlinker.base.errors import (
     ContextCacheNotFoundError,
     InvalidRequestError,
 )
+from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
@@ -26,7 +27,6 @@ from kvlinker.base.types.messages import (
     Implicit,
     MarkedText,
     TemplateOptions,
-    TextSource,
     TokenIds,
 )
 from kvlinker.base.types.tools import Tool
@@ -41,6 +41,7 @@ from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
 from kvlinker.service.reading.orders import DocumentOrders
+from kvlinker.service.reading.passages import PassageLinker
 
 Chunks = Mapping[CachedPart, Chunk]
 """The chunks of parts; a marked text that is not among them stays text."""
@@ -60,6 +61,14 @@ class ReadPrompt:
 
     salt: str = ""
     """The request's own salt."""
+
+    reusable: int = 0
+    """How many of its tokens stood elsewhere in earlier prompts, where ``implicit = "auto"`` would
+    have found them; 0 where texts are looked for."""
+
+    def reusable_of(self, usage: Usage) -> int:
+        """Return how many of the prompt's fresh tokens ``implicit = "auto"`` would have found."""
+        return min(self.reusable, usage.fresh_tokens)
 
     @property
     def linked(self) -> tuple[LinkedCache, ...]:
@@ -135,10 +144,9 @@ class ContentReader:
         self._builder = builder
         self._caches = caches
         self._implicit = implicit
-        self._recognizer = recognizer
+        self._passages = PassageLinker(caches, implicit, recognizer, ahead)
         self._policies = policies
         self._default_mode = mode
-        self._ahead = ahead
         self._orders = DocumentOrders()
 
     def chat(
@@ -155,21 +163,22 @@ class ContentReader:
         if how.any_order:
             owner = f"{how.tenant}\0{how.salt}"
             documents, messages = self._orders.arranged(owner, documents, messages)
+        mode = self._mode(how)
+        if mode is Implicit.STRUCTURE:
+            documents, messages = _without_marks(documents, messages)
         beside = [document.text for document in documents]
         given = chain(beside, *((message.name or "", *message.content) for message in messages))
         self._builder.limit.check_texts(_texts_of(given), param="messages")
         texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
         self._builder.limit.check_texts(texts, param="tools")
-        options, section = self._tool_section(options, how)
-        section, *messages = self._marked([section, *messages], how)
-        definitions = [part for part in section.content if isinstance(part, MarkedText)]
+        options, definitions = self._marked_definitions(options, mode)
         parts = [
             *definitions,
             *beside,
             *chain.from_iterable(message.content for message in messages),
         ]
 
-        def build(chunks: Chunks) -> Prompt:
+        def build(chunks: Chunks, with_texts: bool) -> Prompt:
             linked = [
                 ChatMessage(each.role, _placed(each.content, chunks), each.name, each.fields)
                 for each in messages
@@ -178,10 +187,11 @@ class ContentReader:
                 Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents
             ]
             described = {each.text: chunks[each] for each in definitions if each in chunks}
-            return self._builder.chat(linked, beside, options=options, definitions=described)
+            return self._builder.chat(
+                linked, beside, options=options, definitions=described, with_texts=with_texts
+            )
 
-        read = self._read(parts, places, how, build)
-        return _without_unshown(read) if definitions else read
+        return self._read(parts, places, how, build)
 
     def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
@@ -192,13 +202,16 @@ class ContentReader:
         self._builder.limit.check_texts(_texts_of(prompt), param="prompt")
         if how.any_order:
             prompt = tuple(self._orders.arranged_runs(f"{how.tenant}\0{how.salt}", prompt))
-        prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
+        if self._mode(how) is Implicit.STRUCTURE:
+            prompt = tuple(map(_without_mark, prompt))
         return self._read(
             prompt,
             places,
             how,
-            lambda chunks: self._builder.completion(
-                _placed(prompt, chunks), special_tokens=how.special_tokens
+            lambda chunks, with_texts: self._builder.completion(
+                _placed(prompt, chunks),
+                special_tokens=how.special_tokens,
+                with_texts=with_texts,
             ),
         )
 
@@ -207,12 +220,14 @@ class ContentReader:
         parts: Iterable[str | CachedPart],
         places: Mapping[str, str],
         how: ReadOptions,
-        build: Callable[[Chunks], Prompt],
+        build: Callable[[Chunks, bool], Prompt],
     ) -> ReadPrompt:
-        """Read a prompt of these parts; ``places`` has the first place of each id.
+        """Read a prompt of these parts; ``places`` has the first place of each id, and ``build``
+        makes the prompt with these chunks, and its texts if they are wanted.
 
         Ids are looked up, and marked texts become chunks: each is encoded, its context cache is
-        found by content, and once the prompt is built, and fits, new ones are entered.
+        found by content, and once the prompt is built, and fits, new ones are entered. Then parts
+        of the prompt's other texts become chunks, which changes none of its token ids.
         """
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
         named = self._look_up(places, how.tenant)
@@ -223,23 +238,18 @@ class ContentReader:
         )
         known = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
         marked = _by_text(encoded, known)
-        if mode is Implicit.MARKED:  # kept answers are recognised, and may be gone by now
-            for text in encoded.keys() - marked.keys():
-                if text.source is TextSource.RECOGNITION:
-                    del encoded[text]
         chunks = named_chunks | encoded | {part: found.chunk for part, found in marked.items()}
+        links = self._passages.needs_texts(mode, how.tenant)
+        notices = how.keeps and mode in (Implicit.MARKED, Implicit.OFF) and not self._is_exact(how)
+        with_texts = links or notices
         try:
-            prompt = build(chunks)
+            prompt = build(chunks, with_texts)
         except InvalidRequestError:
             if not encoded:
                 raise
             # the chat template may not show each text once, which is not the caller's mistake
             encoded, marked, chunks = {}, {}, named_chunks
-            prompt = build(chunks)
-        if at_home := _at_home(prompt, marked):
-            for part in at_home:
-                del encoded[part], marked[part], chunks[part]
-            prompt = build(chunks)
+            prompt = build(chunks, with_texts)
         if how.keeps:
             self._builder.limit.check_prompt(len(prompt))  # before anything is entered for it
             entered = self._implicit.use(
@@ -248,69 +258,55 @@ class ContentReader:
             marked = _by_text(encoded, entered)
             used = named_chunks | {part: found.chunk for part, found in marked.items()}
             if used != chunks:  # there was no room for some
-                prompt = build(used)
-        found = {**named, **marked}
-        policy = self._policy(how, implicit=bool(marked and not named))
-        uses = {found[part].cache.id: found[part] for part in cached if part in found}
-        if lost := {id for id, each in uses.items() if self._is_lost_answer(each)}:
-            prompt = prompt.with_tokens_of({uses[id].chunk for id in lost})
-            uses = {id: each for id, each in uses.items() if id not in lost}
-        return ReadPrompt(prompt, policy, uses, how.salt)
-
-    def _is_lost_answer(self, found: FoundChunk) -> bool:
-        """Return whether this is a kept answer whose KV is gone. To compute that anew takes all of
-        the conversation before it; its tokens alone, as a part of the prompt, are exact."""
-        return found.chunk.contextual and self._caches.tier(found.cache) is None
+                prompt = build(used, with_texts)
+        uses = {found.chunk: found for found in (*named.values(), *marked.values())}
+        if lost := {chunk for chunk, each in uses.items() if self._passages.is_lost_answer(each)}:
+            prompt = prompt.with_tokens_of(lost)
+        reusable, passages = 0, dict[Chunk, FoundChunk]()
+        if notices:
+            reusable = self._passages.notice(prompt, tenant=how.tenant, salt=how.salt)
+        if links:
+            prompt, passages = self._passages.link(
+                prompt,
+                mode,
+                tenant=how.tenant,
+                salt=how.salt,
+                keeps=how.keeps,
+                used=[each.cache.id for each in uses.values()],
+            )
+        policy = self._policy(how, implicit=bool((marked or passages) and not named))
+        uses |= passages
+        shown = {uses[chunk].cache.id: uses[chunk] for chunk in prompt.chunks if chunk in uses}
+        return ReadPrompt(prompt, policy, shown, how.salt, reusable)
 
     def _mode(self, how: ReadOptions) -> Implicit:
         """Return which texts become chunks: none where all of it would be computed again."""
-        exact = how.policy.exact if how.policy else self._policies.needs_no_chunks
-        return Implicit.OFF if exact else how.implicit or self._default_mode
+        return Implicit.OFF if self._is_exact(how) else how.implicit or self._default_mode
+
+    def _is_exact(self, how: ReadOptions) -> bool:
+        """Return whether all of a prompt is computed whatever chunks it has."""
+        return how.policy.exact if how.policy else self._policies.needs_no_chunks
 
     def _policy(self, how: ReadOptions, *, implicit: bool = False) -> Policy:
         """Return the policy of a prompt; ``implicit``: it has chunks, none named by id."""
         return how.policy or self._policies.default_policy(how.tenant, implicit=implicit)
 
-    def _tool_section(
-        self, options: TemplateOptions, how: ReadOptions
-    ) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
-        """Return the options with tools as chat templates take them, and the prompt's section of
-        tools as a separate message: the texts of those that may be chunks, marked where they are,
-        and the others in its fields."""
-        tools = tuple(
-            {name: value for name, value in tool.items() if name not in MARKS}
-            for tool in options.tools
-        )
-        mode = self._mode(how)
-        texts: list[str | CachedPart] = []
-        others: list[Tool] = []
-        for index, (given, tool) in enumerate(zip(options.tools, tools, strict=True)):
-            marked = isinstance(marked_text(given, "", param=f"tools.{index}"), MarkedText)
-            wanted = mode is Implicit.AUTO or (marked and mode is Implicit.MARKED)
-            definition = self._builder.template.definition(tool) if wanted else None
-            if definition is None:
-                others.append(tool)
-            else:
-                texts.append(marked_text(given, definition, param=f"tools.{index}"))
-        return replace(options, tools=tools), ChatMessage(
-            "tools", tuple(texts), fields={"tools": others}
-        )
-
-    def _marked(
-        self, messages: Sequence[ChatMessage[CachedPart]], how: ReadOptions
-    ) -> Sequence[ChatMessage[CachedPart]]:
-        """Return the messages with the texts marked that are recognised, where that is wanted."""
-        match self._mode(how):
-            case Implicit.OFF:
-                return messages
-            case Implicit.MARKED:
-                return self._recognizer.mark_answers(messages, tenant=how.tenant, salt=how.salt)
-        marked, new = self._recognizer.mark(
-            messages, tenant=how.tenant, salt=how.salt, notes=how.keeps
-        )
-        if self._ahead is not None:
-            self._ahead.note(new, tenant=how.tenant, salt=how.salt)
-        return marked
+    def _marked_definitions(
+        self, options: TemplateOptions, mode: Implicit
+    ) -> tuple[TemplateOptions, list[MarkedText]]:
+        """Return the options with tools as chat templates take them, and the definitions of those
+        that are marked, where marks mean something. Raises InvalidRequestError for a wrong mark."""
+        tools: list[Tool] = []
+        marked: list[MarkedText] = []
+        for index, given in enumerate(options.tools):
+            tool = {name: value for name, value in given.items() if name not in MARKS}
+            tools.append(tool)
+            mark = marked_text(given, "", param=f"tools.{index}")
+            if isinstance(mark, MarkedText) and mode in (Implicit.AUTO, Implicit.MARKED):
+                definition = self._builder.template.definition(tool)
+                if definition is not None:
+                    marked.append(replace(mark, text=definition))
+        return replace(options, tools=tuple(tools)), marked
 
     def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
@@ -370,30 +366,15 @@ def _by_text(
     return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
 
-def _at_home(prompt: Prompt, marked: Mapping[CachedPart, FoundChunk]) -> set[MarkedText]:
-    """Return the kept answers that were recognised and that follow their own prompts: these are
-    continued conversations, whose beginnings are reused as they were computed."""
-    recognised = {
-        part: found.chunk
-        for part, found in marked.items()
-        if found.chunk.contextual
-        and isinstance(part, MarkedText)
-        and part.source is TextSource.RECOGNITION
-    }
-    if not recognised:
-        return set()
-    home = {
-        chunk
-        for index, chunk in enumerate(prompt.chunks)
-        if list(chunk.prefix) == prompt.tokens_before(index)
-    }
-    return {part for part, chunk in recognised.items() if chunk in home}
-
-
-def _without_unshown(read: ReadPrompt) -> ReadPrompt:
-    """Return the prompt without context caches that do not stand in it: a definition may not be
-    there just once."""
-    shown = set(read.prompt.chunks)
-    return replace(
-        read, caches={id: each for id, each in read.caches.items() if each.chunk in shown}
+def _without_marks(
+    documents: Sequence[Document[CachedPart]], messages: Sequence[ChatMessage[CachedPart]]
+) -> tuple[list[Document[CachedPart]], list[ChatMessage[CachedPart]]]:
+    """Return documents and messages with marked texts as any others."""
+    return (
+        [replace(each, text=_without_mark(each.text)) for each in documents],
+        [replace(each, content=tuple(map(_without_mark, each.content))) for each in messages],
     )
+
+
+def _without_mark(part: str | CachedPart) -> str | CachedPart:
+    return part.text if isinstance(part, MarkedText) else part

@@ -24,6 +24,7 @@ from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.databases.interface import Database
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
 from kvlinker.store.catalog.implicit import ImplicitIndex
+from kvlinker.store.catalog.importing import Imported, import_caches, upgrade
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
     PINNED_BYTES,
@@ -33,6 +34,7 @@ from kvlinker.store.catalog.limits import (
     check_pinned,
 )
 from kvlinker.store.catalog.releases import release
+from kvlinker.store.catalog.responses import ResponseLog
 from kvlinker.store.catalog.room import Room, make_room, remove_expired
 from kvlinker.store.catalog.rows import (
     BY_OWNER,
@@ -73,11 +75,15 @@ class Catalog:
 
     def __init__(self, place: Path | str, cipher: Cipher | None = None) -> None:
         """Open or create the file of a path, or the tables in the PostgreSQL database of a URL;
-        with a cipher, token ids are encrypted, also those that were not before.
+        with a cipher, token ids are encrypted, also those that were not before. A file of an
+        earlier version is upgraded.
 
         Raises StoreError if it is damaged, foreign, of another schema, or encrypted with another
         key.
         """
+        if isinstance(place, Path):
+            upgrade(place, cipher)
+        self._cipher = cipher
         self._database = open_database(place)
         self._blobs = TokenBlobs(cipher)
         with ExitStack() as stack:
@@ -90,6 +96,7 @@ class Catalog:
         self.search = SearchIndex(self._database)
         self.vectors = VectorIndex(self._database, self._blobs)
         self.implicit = ImplicitIndex(self._database, self._blobs)
+        self.responses = ResponseLog(self._database, self._blobs)
         self.audit = AuditLog(self._database)
 
     def add(
@@ -377,7 +384,19 @@ class Catalog:
     def check(self, *, repair: bool = False) -> tuple[str, ...]:
         """Return the faults of the catalog, a line for each; with ``repair``, mend them. See
         ``check_catalog``."""
-        return check_catalog(self._database, self._blobs, time.time(), repair=repair)
+        changed = tuple(self.responses.changed())
+        if repair:
+            self.responses.remove(changed)
+        return (
+            *(f"the texts of response {key} are not what they were" for key in changed),
+            *check_catalog(self._database, self._blobs, time.time(), repair=repair),
+        )
+
+    def import_from(self, source: Path) -> Imported:
+        """Add the context caches of another catalog's file, as ``import_caches`` does: all of them
+        or, on an error, none. Raises StoreError."""
+        with self._database.transaction() as connection:
+            return import_caches(source, connection, self._cipher)
 
     def persist(self) -> None:
         """Wait until the changes so far survive a power cut."""

@@ -1,5 +1,5 @@
-"""Keeps token ids in the catalog, encrypted where the store is, and changes the key of a whole
-catalog."""
+"""Packs token ids and texts of the catalog, encrypted where the store is, and changes the key of a
+whole catalog."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class TokenBlobs:
         return token_ids(packed)
 
     def seal(self, packed: bytes, place: str) -> bytes:
-        """Return the blob of token ids that are packed already."""
+        """Return the blob of bytes, such as token ids that are packed already."""
         return packed if self._cipher is None else self._cipher.seal(packed, place.encode())
 
     def open(self, blob: bytes, place: str) -> bytes:
-        """Return the packed token ids of a blob. Raises StoreError as ``unpack`` does."""
+        """Return the bytes of a blob. Raises StoreError as ``unpack`` does."""
         if self._cipher is None:
             return blob
         try:
@@ -63,7 +63,7 @@ def changed_entry(place: str, reason: str) -> StoreError:
     """Return the error for an entry that was changed or damaged."""
     return StoreError(
         f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches"
-        " check --repair`, which removes its context caches, and create them again."
+        " check --repair`, which removes what holds it, and create that again."
     )
 
 
@@ -82,12 +82,30 @@ def variant_of(chunk_key: str) -> str:
     return f"variants.prefix.{chunk_key}"
 
 
-_COLUMNS = (
+def body_of(response_key: str) -> str:
+    """Name the place of a response's body."""
+    return f"responses.body.{response_key}"
+
+
+def input_of(response_key: str) -> str:
+    """Name the place of a response's input."""
+    return f"responses.input.{response_key}"
+
+
+def item_of(item_key: str) -> str:
+    """Name the place of an item of a response's output."""
+    return f"response_items.content.{item_key}"
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("chunks", "tokens", tokens_of),
     ("chunks", "prefix", prefix_of),
     ("variants", "prefix", variant_of),
+    ("responses", "body", body_of),
+    ("responses", "input", input_of),
+    ("response_items", "content", item_of),
 )
-"""The tables and columns of encrypted token ids, and what names a blob's place by its row's key."""
+"""The tables and columns that are encrypted, and what names a blob's place by its row's key."""
 
 
 def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -> None:

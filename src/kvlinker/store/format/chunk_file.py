@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
 
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV, LayerLostError
@@ -46,7 +45,6 @@ from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec
 from kvlinker.store.format.compression import compressed, decompressed, require_zstd
 from kvlinker.store.format.encryption import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.format.header import (
-    KV_DTYPES,
     SCORE_NAMES,
     ChunkFileError,
     Entry,
@@ -55,12 +53,14 @@ from kvlinker.store.format.header import (
     checksum_of,
     compose_header,
     heads_names,
+    kv_dtypes,
     layer_sizes,
     part_name,
     raw_bytes,
     read_header,
 )
 from kvlinker.store.format.states import named_states, states_of
+from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest
 
 Pieces = Iterable[memoryview]
@@ -93,9 +93,9 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
     """
     dtype = kv.layers[0].key.dtype if kv.layers else kv.states[0].mixed.dtype
     for name, heads in _named_heads(kv):
-        if heads.dtype not in KV_DTYPES.values() or heads.dtype != dtype:
+        if heads.dtype not in kv_dtypes().values() or heads.dtype != dtype:
             raise ValueError(
-                f"{name} is {heads.dtype}; a chunk file holds one dtype out of {list(KV_DTYPES)}."
+                f"{name} is {heads.dtype}; a chunk file holds one dtype out of {list(kv_dtypes())}."
             )
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")

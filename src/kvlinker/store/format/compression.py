@@ -12,9 +12,10 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import torch
 
+from kvlinker.base.installing import install_command
 from kvlinker.store.format.byte_source import Bytes
+from kvlinker.store.lazy_torch import torch
 
 LEVEL = 3
 
@@ -88,6 +89,6 @@ def _zstandard() -> ModuleType:
         import zstandard
     except ModuleNotFoundError as error:
         raise MissingLibraryError(
-            "zstandard is missing: install it with  pip install 'kvlinker[zstd]'"
+            f"zstandard is missing: install it with  {install_command('zstd')}"
         ) from error
     return zstandard

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import SecretStr
 
 from kvlinker.base.errors import StoreError
+from kvlinker.base.installing import install_command
 from kvlinker.store.format.byte_source import Bytes, ByteSource
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class Cipher:
             import cryptography  # noqa: F401
         except ModuleNotFoundError as error:
             raise StoreError(
-                "Encryption needs a library that is not installed: pip install"
-                " 'kvlinker[encryption]'"
+                f"Encryption needs a library that is not installed: {install_command('encryption')}"
             ) from error
         self._key = key
         self._records = self._derived(b"", b"records")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import torch
 import xxhash
 
 from kvlinker.base.types.chunk_scores import Contextualization
@@ -25,6 +25,7 @@ from kvlinker.store.format.compression import (
     UnreadableHereError,
 )
 from kvlinker.store.format.states import PREFIX
+from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
@@ -51,8 +52,6 @@ SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")
 LAYER = "layer."
 """How the names of the layers' tensors begin."""
 
-KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
 _METADATA = "__metadata__"
 _CHECKSUM = "xxh3_128"
 _PLAIN = "plain"
@@ -62,8 +61,22 @@ _DTYPE = "dtype"
 _TOKENS = "tokens"
 _KEY, _VALUE, _INDEX = "key", "value", "index"
 _LENGTH_BYTES = 8
-_DTYPES = KV_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@cache
+def kv_dtypes() -> Mapping[str, torch.dtype]:
+    """Return the dtypes of KV, by their names in files."""
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@cache
+def _dtypes() -> Mapping[str, torch.dtype]:
+    return {**kv_dtypes(), "I8": torch.int8, "U8": torch.uint8}
+
+
+@cache
+def _dtype_names() -> Mapping[torch.dtype, str]:
+    return {dtype: name for name, dtype in _dtypes().items()}
 
 
 class ChunkFileError(Exception):
@@ -154,7 +167,7 @@ def compose_header(
         "version": str(version if has_kv else STATES_ALONE_VERSION),
         "key": key,
         _CODEC: codec.name,
-        _DTYPE: _DTYPE_NAMES[dtype],
+        _DTYPE: _dtype_names()[dtype],
     }
     if not has_kv:
         metadata[_TOKENS] = str(tokens)
@@ -164,12 +177,12 @@ def compose_header(
     offset = 0
     for tensor in tensors:
         header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.stored.dtype],
+            "dtype": _dtype_names()[tensor.stored.dtype],
             "shape": list(tensor.stored.shape),
             "data_offsets": [offset, offset + tensor.stored.nbytes],
         }
         if tensor.compressed:
-            plain = [_DTYPE_NAMES[tensor.tensor.dtype], *tensor.tensor.shape]
+            plain = [_dtype_names()[tensor.tensor.dtype], *tensor.tensor.shape]
             metadata[f"{_PLAIN}.{tensor.name}"] = json.dumps(plain)
         metadata[f"{_CHECKSUM}.{tensor.name}"] = checksum_of(raw_bytes(tensor.stored))
         offset += tensor.stored.nbytes
@@ -270,7 +283,7 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
         entries,
         start,
         codec,
-        KV_DTYPES[metadata[_DTYPE]],
+        kv_dtypes()[metadata[_DTYPE]],
         Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None,
         _tokens(entries, metadata),
     )
@@ -288,7 +301,7 @@ def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry
         dtype, *shape = json.loads(plain)
     checksum = metadata[f"{_CHECKSUM}.{name}"]
     return Entry(
-        name, _DTYPES[dtype], tuple(shape), begin, end, checksum, compressed=plain is not None
+        name, _dtypes()[dtype], tuple(shape), begin, end, checksum, compressed=plain is not None
     )
 
 
@@ -335,7 +348,7 @@ def _check_layout(header: Header) -> None:
                 raise ValueError("a layer's tensors differ in heads or tokens")
     if any(entry.dtype != torch.float32 or entry.shape != tokens for entry in scores):
         raise ValueError("the scores are not one per token")
-    if any(entry.dtype not in KV_DTYPES.values() for entry in header.states):
+    if any(entry.dtype not in kv_dtypes().values() for entry in header.states):
         raise ValueError("the states are not numbers")
     offset = 0
     for entry in entries:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from kvlinker.store.chunk_kv import ChunkState
+from kvlinker.store.lazy_torch import torch
 
 PREFIX = "state."
 _MIXED, _GATE, _FACTOR, _OFFSET, _INNER = "mixed", "gate", "factor", "offset", "inner"

@@ -6,11 +6,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvlinker.store.chunk_kv import LayerKV
+from kvlinker.store.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Arrival:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from kvlinker.store.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,7 +4,6 @@ content."""
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import stat
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvlinker.base.events import ChunkEvicted, Events
+from kvlinker.base.garbage import collector_paused
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.base import LocalTier
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
@@ -60,6 +60,7 @@ class IndexedFolder(LocalTier):
         self._yields = yields
         self._others = OtherProcesses() if adopts else None
         self._reserved_bytes = 0
+        self._is_full = False
         self._refusing = False
         self._tombstoned: set[str] = set()
         self._guest: IndexedFolder | None = None
@@ -67,7 +68,7 @@ class IndexedFolder(LocalTier):
         the guest's files go, and none of this one's."""
 
         self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
-        with _collector_paused():
+        with collector_paused():
             found = sorted(
                 (status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files()
             )
@@ -291,6 +292,7 @@ class IndexedFolder(LocalTier):
         except OSError:
             return True  # writing will show
         if lacking:
+            self._note_full()
             self.give_up(lacking)
         return possible
 
@@ -309,6 +311,18 @@ class IndexedFolder(LocalTier):
         """The bytes of the budget that no chunk takes."""
         return self._index.budget_bytes - self._index.used_bytes
 
+    def _note_full(self) -> None:
+        """Log once that the disk is full before the budget is used."""
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "The disk of %s is full, although chunks take %d MB of their %d MB: the oldest are"
+                " evicted. Free some space, or lower the budget.",
+                self._folder.directory,
+                self._index.used_bytes // 10**6,
+                self._index.budget_bytes // 10**6,
+            )
+
     def _note_refusal(self, key: str, reason: str) -> None:
         """Log that a chunk was not written: once, until one is written again."""
         if not self._refusing:
@@ -319,16 +333,3 @@ class IndexedFolder(LocalTier):
                 self._folder.directory,
                 reason,
             )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while many objects are made that all stay: it would look at them
-    again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

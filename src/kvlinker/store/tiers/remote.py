@@ -14,6 +14,7 @@ import numpy as np
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.base.installing import install_command
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerLostError
 from kvlinker.store.format.byte_source import BufferSource, Bytes, ReadAheadSource
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk
@@ -300,4 +301,4 @@ def emptied(tier: BlobTier) -> Iterator[BlobTier]:
 def missing_library(extra: str) -> StoreError:
     """Return the error for a medium whose library is not installed; ``extra`` is kvlinker's extra
     that brings it."""
-    return StoreError(f"A library is missing: install it with  pip install 'kvlinker[{extra}]'")
+    return StoreError(f"A library is missing: install it with  {install_command(extra)}")

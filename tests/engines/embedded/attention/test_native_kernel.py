@@ -48,7 +48,8 @@ VARIANTS = [
 
 def check(kernel, scene):
     output = scene.computed(kernel)
-    bound = scene.expected(magnitude=True) / 64 + 1e-6  # queries, weights and output have 8 bits
+    # Queries, weights and output have 8 bits; what rounding does to logits grows as they do.
+    bound = scene.expected(magnitude=True) / 64 * max(1, scene.shape.factor) ** 2 + 1e-6
     assert ((output.double() - scene.expected()).abs() <= bound).all()
 
 

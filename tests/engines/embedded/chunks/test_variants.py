@@ -61,7 +61,7 @@ class VariantBench(Bench):
         )
 
     def variants(self, chunk, tenant="default"):
-        return self.library.of(tenant).variants(chunk)
+        return self.library.variants(chunk, tenant)
 
     def rest(self):
         """Wait until all that goes on behind answers has ended: the prompts that were offered are

@@ -11,7 +11,16 @@ from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from tests.doors.http.serving import tiny_model
-from tests.prompting.test_answer_forms import ONE_CALL, TAILS, TEMPLATES, TIME, TWO_CALLS
+from tests.prompting.test_answer_forms import (
+    BARE,
+    INDENTED,
+    NOW,
+    ONE_CALL,
+    TAILS,
+    TEMPLATES,
+    TIME,
+    TWO_CALLS,
+)
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -67,6 +76,8 @@ def test_calls_have_the_models_own_form(guides, subtests):
             if name in TWO_CALLS:
                 assert takes(guides, several, TWO_CALLS[name])
                 assert not takes(guides, one, TWO_CALLS[name])
+            assert takes(guides, several, ONE_CALL[name] + "\n"), "models end with white space"
+            assert not takes(guides, several, ONE_CALL[name] + " " * 9)
             for wrong in (
                 "Hello",
                 ONE_CALL[name].replace("get_weather", "get_news"),
@@ -90,6 +101,29 @@ def test_text_is_free_until_a_call_begins(guides, subtests):
             if name != "llama3":
                 assert takes(guides, free, f"Let me see. {ONE_CALL[name]}")
                 assert not takes(guides, free, f"Let me see. {ONE_CALL[name]}".replace("2", "9"))
+
+
+def test_bare_calls_follow_the_schema_too(guides, subtests):
+    free = free_grammar("qwen3")
+    fenced = f"```json\n{INDENTED}\n```"
+    now = f"```json\n{NOW}\n```"
+    for call in (BARE, INDENTED, fenced, f"So:\n\n{fenced}"):
+        with subtests.test(call):
+            assert takes(guides, free, call)
+            assert takes(guides, free, f"{call}\n")
+            assert takes(guides, free, f"{call}\n{now}\n")
+            assert not takes(guides, free, call.replace("2", "9"))
+            assert not takes(guides, free, call.replace('"days"', '"hours"'))
+            assert not takes(guides, free, f"{call} And so on")
+    one = way("qwen3").free_grammar(TOOLS, tail=TAILS["qwen3"], several=False)
+    assert one is not None
+    assert takes(guides, one, fenced)
+    assert not takes(guides, one, f"{fenced}\n{now}")
+    for text in ('{"name": "get_weather", "price": 9}', '```json\n{"name": "get_news"}\n```\nSo.'):
+        assert takes(guides, free, text)
+    formal = way("qwen3").without_bare_calls().free_grammar(TOOLS, tail="", several=True)
+    assert formal is not None
+    assert takes(guides, formal, BARE.replace("2", "9"))
 
 
 def test_arguments_follow_the_schema_without_strict_too(guides, subtests):

@@ -16,6 +16,7 @@ from kvlinker.engines.embedded.scheduling.composition import (
     MIXED_STEPS,
 )
 from kvlinker.engines.embedded.scheduling.layered_pieces import LEAST_PIECE
+from kvlinker.engines.embedded.scheduling.throughput import TokenCost
 from tests.engines.embedded.fake_runner import Simulation, Timing, decodes
 from tests.properties import examples
 
@@ -170,7 +171,8 @@ def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours,
             )
             if prompt_tokens(batch) > LEAST_PIECE:
                 allowed = max(target or IDLE_MULTIPLE * soon, (1 + LEAST_PROMPT_SHARE) * idle)
-                assert simulation.timing.taken[-1] <= 1.05 * allowed
+                least = LEAST_PIECE * simulation.timing.per_token  # which the eldest gets anyway
+                assert simulation.timing.taken[-1] <= 1.05 * allowed + least
 
 
 @pytest.mark.parametrize(("length", "together"), [(100, 8), (2000, 1)])
@@ -314,3 +316,82 @@ def test_decoding_is_measured_anew_while_prompts_are_computed():
         simulation.step()
     assert simulation.timing.taken[-1] == pytest.approx(IDLE_MULTIPLE * 0.21, rel=0.25)
     assert not long.told
+
+
+def begun(simulation, **options):
+    """A long prompt, some steps of which are computed."""
+    long = simulation.add(8000, **options)
+    for _ in range(3):
+        simulation.step()
+    return long
+
+
+def test_a_quick_prompt_beside_a_long_one_makes_the_next_step_short():
+    """First tokens come with the end of a step, which must not hold all that memory has room for
+    then."""
+    simulation = measured()
+    long = begun(simulation)
+    assert simulation.timing.taken[-1] > 5
+    quick = simulation.add(1, 3)
+    batch = simulation.step()
+    assert {run.owner for run in batch.runs} == {quick.sequence, long.sequence}
+    assert simulation.timing.taken[-1] <= 1.05 * IDLE_MULTIPLE * 0.11
+    assert quick.output == 2, "it has its first token"
+
+
+@pytest.mark.parametrize("length", [40, 100, 300])
+def test_a_short_prompt_leaves_a_long_one_a_share_of_the_step_in_which_it_ends(length):
+    simulation = measured()
+    long = begun(simulation)
+    short = simulation.add(length, 3)
+    batch = simulation.step()
+    taken = {run.owner: len(run.tokens) for run in batch.runs}
+    assert taken[short.sequence] == length
+    cost = TokenCost(0.01, 1e-5, 1e-6)
+    least = ELDEST_SHARE / (1 - ELDEST_SHARE) * cost.of([(0, length)])
+    (given,) = (cost.of([(r.start, r.end)]) for r in batch.runs if r.owner is long.sequence)
+    token = cost.of([(1999, 2000)])
+    assert least - token <= given <= max(least, (IDLE_MULTIPLE - 1) * 0.11) + token
+
+
+def test_short_prompts_that_come_together_are_computed_together():
+    """However little time each takes: nobody long is there for whom to hurry."""
+    simulation = measured()
+    for _ in range(5):
+        simulation.add(100, 3)
+    assert prompt_tokens(simulation.step()) == 500
+
+
+@pytest.mark.parametrize("neighbours", [0, 1])
+def test_a_quick_prompt_of_a_tenant_that_was_served_most_waits_for_no_others_step(neighbours):
+    simulation = measured()
+    decoding(simulation, neighbours, tenant="third")
+    greedy = simulation.add(6000, tenant="greedy")
+    while not greedy.told:
+        simulation.step()
+    long = begun(simulation, tenant="other")
+    assert simulation.scheduler._composer._served["greedy"] > 20
+    quick = simulation.add(1, 3, tenant="greedy")
+    batch = simulation.step()
+    if quick.output == 3:  # this one measured decoding alone
+        assert neighbours
+        batch = simulation.step()
+    assert quick.sequence in {run.owner for run in batch.runs}
+    assert long.sequence in {run.owner for run in batch.runs}
+
+
+@pytest.mark.parametrize("neighbours", [0, 1])
+@pytest.mark.parametrize("flooding", ["", "other"])
+def test_quick_prompts_without_an_end_leave_a_long_one_its_share(neighbours, flooding):
+    """As many quick prompts as there may be, of its own tenant or another."""
+    simulation = measured(max_running=500, max_waiting=10_000)
+    works = decoding(simulation, neighbours)
+    begin = simulation.timing.now
+    long = simulation.add(300)
+    alone = simulation.throughput.seconds([(0, 300)]) / (1 - 1 / IDLE_MULTIPLE)
+    while not long.told:
+        for _ in range(3):
+            simulation.add(1, tenant=flooding)
+        simulation.step()
+    assert simulation.timing.now - begin <= 3 * alone / ELDEST_SHARE
+    simulation.scheduler.cancel(works)

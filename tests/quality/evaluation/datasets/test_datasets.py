@@ -11,6 +11,7 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.quality.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.datasets.cacheblend import POOL, SHOTS
+from kvlinker.quality.evaluation.datasets.facts import EXAMPLES
 from kvlinker.quality.evaluation.datasets.retrieval import ANSWER, DEPTHS, NEEDLE
 from kvlinker.quality.evaluation.examples import Continuation
 from tests.quality.evaluation.conftest import questions_of
@@ -45,6 +46,7 @@ def test_own_records_are_taken_to_the_letter(write):
             "max_tokens": 7,
             "first_line": False,
             "choices": ["two", "one"],
+            "wrong": "two",
         },
         {"passages": ["three"], "question": "Q", "answers": ["a", "", "b"]},
     )
@@ -57,6 +59,7 @@ def test_own_records_are_taken_to_the_letter(write):
     )
     assert (first.metric, first.max_tokens, first.first_line) == ("rouge_l", 7, False)
     assert (first.choices, second.choices) == (("two", "one"), ())
+    assert (first.wrong, second.wrong) == (("two",), ())
     assert (second.id, second.dataset, second.task, second.metric) == ("2", "mine", "mine", "f1")
     assert second.answers == ("a", "b")
 
@@ -392,3 +395,19 @@ def test_tasks_are_chosen_before_the_limit(write):
         InvalidRequestError, match=r"no usable example of d .*'question' is missing"
     ):
         load_dataset(broken, SEMANTIC, tasks=("d",))
+
+
+def test_facts_are_asked_of_one_document_and_stand_in_all():
+    dataset = load_dataset("facts", SEMANTIC)
+    questions = questions_of(dataset)
+    assert [each.task for each in questions[:3]] == ["facts-1", "facts-6", "facts-1"]
+    assert len({each.digest for each in questions}) == len(questions) == 2 * EXAMPLES
+    assert load_dataset("facts", SEMANTIC) == dataset
+    for each in questions:
+        (right,) = each.answers
+        asked = each.question.split("founded ")[1].split(",")[0]
+        assert [right in text for text in each.passages] == [
+            asked in text for text in each.passages
+        ]
+        assert sum(right in text for text in each.passages) == 1
+        assert [sum(name in text for text in each.passages) for name in each.wrong] == [1] * 3

@@ -11,7 +11,8 @@ import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -24,25 +25,35 @@ from starlette.types import Receive, Scope, Send
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
-from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
-from kvlinker.doors.http.edge.guards import IGNORED_HEADER
+from kvlinker.doors.http.edge.access_log import is_noted, note_link, note_tokens
+from kvlinker.doors.http.edge.errors import (
+    IGNORED_HEADER,
+    error_body,
+    error_responses,
+    failure_of,
+)
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.sampling import SamplingBody, StreamOptions
-from kvlinker.doors.http.models import ServedModel
+from kvlinker.doors.http.fields.server_status import RecentRequest
+from kvlinker.doors.http.models import ServedModel, served_by
 from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, Answer, Prompt
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.service.prompt_calls import PreparedRequest
+
+END_SECONDS = 60.0
+"""The time that a step may take before the log is written of an answer whose client has left."""
 
 
 class PromptTokensDetails(ResponseBody):
     """The prompt tokens whose KV was there and was kept, and those of chunks that were computed
     again; all others were fresh. ``exact_cached_tokens`` are those of the former that an earlier
-    request computed in just this sequence."""
+    request computed in just this sequence; ``reusable_tokens`` are fresh ones that ``implicit =
+    "auto"`` would have found in earlier prompts."""
 
     cached_tokens: int
     exact_cached_tokens: int
     recomputed_tokens: int
+    reusable_tokens: int = 0
 
 
 class UsageBody(ResponseBody):
@@ -82,7 +93,7 @@ def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str
     headers: dict[str, Any] = {"Server-Timing": timing}
     if ignores:
         headers[IGNORED_HEADER] = {
-            "description": "Fields of the request that have no effect with this model.",
+            "description": "Fields and entries of the request that had no effect.",
             "required": False,
             "schema": {"type": "string"},
         }
@@ -105,10 +116,9 @@ async def respond(
     *,
     n: int,
     stream: bool,
-    ignored: Sequence[str],
 ) -> Response:
     """Generate ``n`` choices for each prompt, and respond. A client that goes away has them
-    cancelled. ``ignored`` are the paths of fields that have no effect.
+    cancelled.
 
     ``build`` makes the prompts; like all that takes long, it runs in a thread. Raises its errors,
     and those of ``Choices``.
@@ -121,16 +131,14 @@ async def respond(
 
     choices = await served.encoding.run(request, begin)
     served.drain.add(choices)
-    headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     if stream:
-        return EventStream(choices, answer.events(choices, request.scope), headers)
+        return EventStream(choices, answer.events(choices, request.scope))
     async with choices.cancelled_on_disconnect(request.receive):
         outputs = await choices.outputs()
-    usage = usage_body([output.finished.usage for output in outputs], n)
-    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
+    note_answer(request.scope, choices, [output.finished for output in outputs])
     content = await run_in_threadpool(answer.whole, choices, outputs)
     timing = server_timing([output.finished.timing for output in outputs])
-    return JSONResponse(content, headers={"Server-Timing": timing, **headers})
+    return JSONResponse(content, headers={"Server-Timing": timing})
 
 
 class EventStream(EventSourceResponse):
@@ -145,10 +153,9 @@ class EventStream(EventSourceResponse):
         self,
         choices: Choices,
         events: AsyncIterator[str] | AsyncIterator[dict[str, str]],
-        headers: Mapping[str, str],
     ) -> None:
         """``events`` are texts, or have a name (``event``) and a text (``data``)."""
-        super().__init__(events, sep="\n", headers=headers, shutdown_grace_period=math.inf)
+        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)
         self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,6 +163,11 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._choices.cancel()  # also where the client left before the first event
+        if not is_noted(scope):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    if ends := await self._choices.ends():
+                        note_answer(scope, self._choices, ends)
 
 
 class CompletionAnswer(ABC):
@@ -196,9 +208,10 @@ class CompletionAnswer(ABC):
         """The whole answer."""
 
     def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
-        self._prompts = [read.prompt for read in choices.prompts.values()]
+        reads = list(choices.prompts.values())
+        self._prompts = [read.prompt for read in reads]
         answers = [Answer.from_events(*output) for output in outputs]
-        usage = usage_body([answer.usage for answer in answers], choices.n)
+        usage = usage_body([answer.usage for answer in answers], choices.n, reads)
         link = ended_link(self._llm, choices, answers[0].explanation, answers[0].kept)
         content = self.answer(answers, usage).model_dump(exclude={"link"})
         return content if link is None else content | {"link": link.model_dump(exclude_unset=True)}
@@ -221,14 +234,14 @@ class CompletionAnswer(ABC):
                 added["link"], link = link, None
             return _encoded(self.chunk([choice]).model_copy(update=added))
 
-        finished: dict[int, Usage] = {}
+        finished: dict[int, Finished] = {}
         try:
             for index in range(len(choices)):
                 if opening := self.opening(index):
                     yield chunk(index, opening)
             async for index, event in choices.events():
                 if isinstance(event, Finished):
-                    finished[index] = event.usage
+                    finished[index] = event
                     if event.explanation or event.kept:
                         link = await run_in_threadpool(
                             ended_link, self._llm, choices, event.explanation, event.kept
@@ -238,8 +251,7 @@ class CompletionAnswer(ABC):
                     generated[index] += len(event.token_ids)
                     if choice := self.delta(index, event):
                         yield chunk(index, choice)
-            usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
-            note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
+            usage = note_answer(scope, choices, [finished[index] for index in sorted(finished)])
             if options.include_usage:
                 yield _encoded(self.chunk([]).model_copy(update={"usage": usage}))
         except Exception as error:
@@ -247,9 +259,45 @@ class CompletionAnswer(ABC):
         yield "[DONE]"
 
 
-def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
-    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its
-    first choice."""
+def note_answer(scope: Scope, choices: Choices, finished: Sequence[Finished]) -> UsageBody:
+    """Note an answer's figures for the access log, and return its usage."""
+    reads = list(choices.prompts.values())
+    usage = usage_body([each.usage for each in finished], choices.n, reads)
+    assert usage.prompt_tokens_details is not None
+    prompts = [each.usage for each in finished[:: choices.n]]
+    uncomputed = max(0, sum(len(read.prompt) for read in reads) - usage.prompt_tokens)
+    begun = [end for end in finished if end.usage.output_tokens or end.reason != "cancelled"]
+    ttft = min((end.timing.ttft for end in begun), default=None)
+    answered = RecentRequest(
+        at=int(time.time()),
+        model=served_by(scope).llm.model_name,
+        policy=reads[0].policy.name,
+        cached=sum(each.cached_tokens for each in prompts),
+        recomputed=sum(each.recomputed_tokens for each in prompts),
+        fresh=sum(each.fresh_tokens for each in prompts),
+        reusable=usage.prompt_tokens_details.reusable_tokens,
+        uncomputed=uncomputed,
+        output_tokens=usage.completion_tokens,
+        ttft_ms=None if ttft is None else round(ttft * 1000, 1),
+    )
+    note_tokens(scope, usage.prompt_tokens + uncomputed, usage.completion_tokens)
+    note_link(
+        scope,
+        cached=answered.cached,
+        recomputed=answered.recomputed,
+        fresh=answered.fresh,
+        reusable=answered.reusable,
+        uncomputed=uncomputed,
+        ttft=ttft,
+        policy=answered.policy,
+    )
+    served_by(scope).recent.add(scope["state"]["caller"].tenant, answered)
+    return usage
+
+
+def usage_body(usages: Sequence[Usage], n: int, reads: Sequence[ReadPrompt]) -> UsageBody:
+    """Add up the usage of an answer's choices, ``n`` to each of the prompts ``reads``, whose tokens
+    are those of its first choice."""
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     output_tokens = sum(usage.output_tokens for usage in usages)
@@ -261,6 +309,9 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
             cached_tokens=sum(usage.cached_tokens for usage in prompts),
             exact_cached_tokens=sum(usage.exact_cached_tokens for usage in prompts),
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
+            reusable_tokens=sum(
+                read.reusable_of(usage) for read, usage in zip(reads, prompts, strict=True)
+            ),
         ),
     )
 

@@ -22,6 +22,7 @@ from kvlinker.doors.http.answers.answering import (
     completion_responses,
     respond,
 )
+from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.logprobs import (
     ChatLogprob,
@@ -31,22 +32,26 @@ from kvlinker.doors.http.answers.logprobs import (
 )
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
-from kvlinker.doors.http.edge.errors import blaming
-from kvlinker.doors.http.fields.bodies import ResponseBody, has_entries, is_true, where
+from kvlinker.doors.http.edge.errors import blaming, note_ignored
+from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody, has_entries, is_true, where
+from kvlinker.doors.http.fields.decoding import answer_grammar
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import MessageBody
 from kvlinker.doors.http.fields.parts import DocumentBody
 from kvlinker.doors.http.fields.reasoning import ReasoningFields
-from kvlinker.doors.http.fields.sampling import SamplingBody
+from kvlinker.doors.http.fields.sampling import MostTokens, SamplingBody
 from kvlinker.doors.http.fields.tools import (
     CALLS,
+    AllowedToolsBody,
     CallDeltas,
     NamedToolBody,
     ToolBody,
     ToolCallDelta,
     ToolCallObject,
     ToolChoiceBody,
+    ToolOrOther,
     call_objects,
+    of_type,
 )
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
@@ -67,15 +72,16 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         *SamplingBody.rules,
         where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
-        where({"tool_choice": {"anyOf": [{"const": "auto"}, CALLS]}}, has_entries("tools")),
+        where({"tool_choice": {"const": "auto"}}, has_entries("tools")),
+        where({"tool_choice": CALLS}, has_entries("tools", of_type("function"))),
     )
 
     messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
     documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    max_completion_tokens: MostTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    tools: list[ToolOrOther] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -136,16 +142,22 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
     def request_tools(self, llm: LLM) -> RequestTools:
         """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools
         that are not offered."""
-        choice = (
-            self.tool_choice.model_dump()
-            if isinstance(self.tool_choice, NamedToolBody)
-            else self.tool_choice
-        )
-        tools = [tool.tool() for tool in self.tools or ()]
+        offered = [tool for tool in self.tools or () if isinstance(tool, ToolBody)]
+        choice: Any = self.tool_choice
+        match self.tool_choice:
+            case NamedToolBody():
+                choice = self.tool_choice.model_dump()
+            case AllowedToolsBody(allowed_tools=allowed):
+                choice, offered = allowed.mode, self.tool_choice.offered(offered)
+            case LeftOut():
+                choice = None
+            case "auto" if self.tools and not offered:
+                choice = None  # all of them were left out
         return llm.request_tools(
-            tools,
+            [tool.tool() for tool in offered],
             choice,
             several=self.parallel_tool_calls is not False,
+            has_form=answer_grammar(self.response_format, self) is not None,
             most_reasoning=self.reasoning_effect(llm).limit,
         )
 
@@ -185,14 +197,16 @@ class ChatLogprobs(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
-    """The message that the model answers with. Its reasoning and calls of tools are separate from
-    ``content``, which is null if there are only calls."""
+    """The message that the model answers with. Its reasoning, under both of its names, and calls of
+    tools are separate from ``content``, which is null if there are only calls. ``tool_calls`` is
+    there if there are some."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallObject] | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallObject] = Field(default=[])
 
 
 class ChatChoice(ResponseBody):
@@ -227,6 +241,7 @@ class ChatDelta(ResponseBody):
     role: Literal["assistant"] = "assistant"
     content: str | None = ""
     reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallDelta] = Field(default=[])
 
 
@@ -266,6 +281,8 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
     served.check_model(body.model)
+    served.take(body, request.scope)
+    note_ignored(request.scope, body.reasoning_effect(served.llm).ignored)
     request_tools = body.request_tools(served.llm)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
@@ -276,7 +293,6 @@ async def create_chat_completion(
             ChatAnswer(served.llm, request_tools, body),
             n=body.choices,
             stream=bool(body.stream),
-            ignored=body.reasoning_effect(served.llm).ignored,
         )
 
 
@@ -318,6 +334,13 @@ class ChatAnswer(CompletionAnswer):
             **self._head, object="chat.completion.chunk", choices=list(choices), **told
         )
 
+    def whole(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        content = super().whole(choices, outputs)
+        for choice in content["choices"]:
+            if not choice["message"]["tool_calls"]:
+                del choice["message"]["tool_calls"]
+        return content
+
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
         choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
         scored = prompt_logprobs_body(
@@ -333,10 +356,12 @@ class ChatAnswer(CompletionAnswer):
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
         answered = answer.read_by(self._reader(index))
+        reasoning = (answered.reasoning or None) if self._body.tells_reasoning else None
         message = AssistantMessage(
             content=None if answered.tool_calls and not answered.text else answered.text,
-            reasoning_content=(answered.reasoning or None) if self._body.tells_reasoning else None,
-            tool_calls=call_objects(answered.tool_calls) or None,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=call_objects(answered.tool_calls),
         )
         return ChatChoice(
             index=index,
@@ -354,13 +379,12 @@ class ChatAnswer(CompletionAnswer):
 
     def _told(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
         """Return pieces of an answer as streams send them; without fields if they are empty."""
+        reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+        told_reasoning = reasoning if self._body.tells_reasoning else ""
         said: dict[str, Any] = {
             "content": "".join(piece.text for piece in pieces if piece.kind == "content"),
-            "reasoning_content": "".join(
-                piece.text
-                for piece in pieces
-                if piece.kind == "reasoning" and self._body.tells_reasoning
-            ),
+            "reasoning_content": told_reasoning,
+            "reasoning": told_reasoning,
             "tool_calls": self._calls[index].of(pieces),
         }
         return ChatDelta(**{name: value for name, value in said.items() if value})
@@ -369,7 +393,11 @@ class ChatAnswer(CompletionAnswer):
         if not self._body.logprobs:
             return None
         return ChatLogprobs(
-            content=logprob_bodies(entries, as_ids=bool(self._body.return_tokens_as_token_ids)),
+            content=logprob_bodies(
+                entries,
+                self._llm.token_bytes,
+                as_ids=bool(self._body.return_tokens_as_token_ids),
+            ),
             refusal=None,
         )
 

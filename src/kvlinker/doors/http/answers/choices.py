@@ -43,8 +43,8 @@ class Choices:
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
     ) -> None:
-        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises the
-        errors of ``LLM.submit_prepared``.
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. ``max_tokens``
+        is cut to what fits behind each prompt. Raises the errors of ``LLM.submit_prepared``.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -54,11 +54,14 @@ class Choices:
         self._inbox = inbox_of(loop)
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
+        self._ends: dict[int, Finished | Failed] = {}
+        self._all_ended = asyncio.Event()
         with self._cancelled_on_error():
             for number, (field, prompt) in enumerate(asked.prompts.items()):
                 sink = self._sink(number * n, prompt, trace)
+                fitting = asked._replace(sampling=llm.fitting(asked.sampling, prompt.prompt))
                 with blaming(field):
-                    handle = llm.submit_prepared(asked, sink, number=number, n=n)
+                    handle = llm.submit_prepared(fitting, sink, number=number, n=n)
                     self._handles.append(handle)
 
     def __len__(self) -> int:
@@ -73,6 +76,14 @@ class Choices:
         """Have ``events`` end with an error. Belongs to the event loop."""
         self._events.put_nowait((0, Failed(error)))
         self.cancel()
+
+    async def ends(self) -> list[Finished]:
+        """Wait until all choices have ended, also those that nobody reads any more, and return
+        their ends; none if any failed."""
+        await self._all_ended.wait()
+        ends = [self._ends[index] for index in range(self._count)]
+        finished = [end for end in ends if isinstance(end, Finished)]
+        return finished if len(finished) == len(ends) else []
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
         """Yield the choice's number and its next event, until all are finished. Raises the error of
@@ -125,7 +136,12 @@ class Choices:
 
         def take(index: int, event: GenerationEvent) -> None:
             self._events.put_nowait((first + index, event))
-            if trace is not None and not isinstance(event, Delta):
+            if isinstance(event, Delta):
+                return
+            self._ends[first + index] = event
+            if len(self._ends) == self._count:
+                self._all_ended.set()
+            if trace is not None:
                 trace.ended(index, prompt, event)
 
         def sink(index: int, event: GenerationEvent) -> None:

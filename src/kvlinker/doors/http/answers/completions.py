@@ -4,7 +4,6 @@ chat template."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -30,10 +29,11 @@ from kvlinker.doors.http.answers.answering import (
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.logprobs import (
     PromptLogprobsBody,
+    TextOffsets,
     finite,
     prompt_logprobs_body,
     scored_tokens,
-    token_name,
+    token_key,
 )
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
@@ -108,8 +108,10 @@ class CompletionRequest(SamplingBody):
 
 
 class CompletionLogprobs(ResponseBody):
-    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the
-    choice's beginning. Null stands for tokens of an echoed prompt that are not scored."""
+    """One entry per token, that which ended the answer included; ``top_logprobs`` by token,
+    ``text_offset`` in characters from the choice's beginning. A token that is a part of a character
+    is spelt by its bytes, ``bytes:\\xe2\\x80``. Null stands for tokens of an echoed prompt that are
+    not scored."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -161,6 +163,7 @@ async def create_completion(
 ) -> Response:
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     served.check_model(body.model)
+    served.take(body, request.scope)
     given = prompts_of(body.prompt)
     link = body.linking
 
@@ -191,7 +194,6 @@ async def create_completion(
         TextAnswer(served.llm, body, given),
         n=body.choices,
         stream=bool(body.stream),
-        ignored=(),
     )
 
 
@@ -207,7 +209,7 @@ class TextAnswer(CompletionAnswer):
         self._head["object"] = "text_completion"
         self._untold = set(range(MAX_CHOICES))  # choices whose prompts were not sent yet
         self._given = prompts
-        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> CompletionChoice | None:
         return self._choice(index, self._echo(index), (), None) if self._body.echo else None
@@ -226,12 +228,19 @@ class TextAnswer(CompletionAnswer):
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> Completion:
         choices = []
         for index, answer in enumerate(answers):
-            text, entries = answer.text, list(answer.logprobs)
-            scored = answer.prompt_logprobs
+            text, scored = answer.text, answer.prompt_logprobs
+            echoed: Sequence[TokenLogprob] = ()
             if self._body.echo:
                 text = self._echo(index) + text
-                entries = [*self._prompt_entries(index, scored), *entries]
-            choice = self._choice(index, text, entries, answer.finish_reason, answer.token_ids)
+                echoed = self._prompt_entries(index, scored)
+            choice = self._choice(
+                index,
+                text,
+                answer.logprobs,
+                answer.finish_reason,
+                answer.token_ids,
+                echoed=echoed,
+            )
             if (most := self._body.prompt_logprobs) is not None:
                 scores = prompt_logprobs_body(
                     self._prompt(index), scored, self._llm.token_text, most=most
@@ -248,13 +257,18 @@ class TextAnswer(CompletionAnswer):
         """Return the text of a choice's prompt, as it was given, or decoded where that was not text
         alone."""
         given = self._given[index // self._body.choices]
-        if not isinstance(given, TokenIds) and not any(
-            isinstance(part, ContextCacheReference) for part in given
-        ):
+        if self._is_text(index) and not isinstance(given, TokenIds):
             return "".join(
                 part.text if isinstance(part, MarkedText) else cast(str, part) for part in given
             )
         return self._llm.text_of(self._prompt(index))
+
+    def _is_text(self, index: int) -> bool:
+        """Return whether a choice's prompt was given as text alone."""
+        given = self._given[index // self._body.choices]
+        return not isinstance(given, TokenIds) and not any(
+            isinstance(part, ContextCacheReference) for part in given
+        )
 
     def _prompt_entries(self, index: int, scored: PromptLogprobs | None) -> list[TokenLogprob]:
         """Return an entry for each token of a choice's prompt, without a log probability (NaN)
@@ -274,44 +288,60 @@ class TextAnswer(CompletionAnswer):
         entries: Sequence[TokenLogprob],
         finish_reason: str | None,
         token_ids: Sequence[int] = (),
+        *,
+        echoed: Sequence[TokenLogprob] = (),
     ) -> CompletionChoice:
+        """Return a choice, or a piece of one; ``echoed`` are the log probabilities of its
+        prompt."""
         told: dict[str, Any] = {}
         if self._body.return_token_ids:
             told["token_ids"] = list(token_ids)
             if index in self._untold:
                 told["prompt_token_ids"] = self._prompt(index).tokens.tolist()
                 self._untold.discard(index)
+        logprobs = None
+        if self._body.logprobs is not None:
+            offsets = self._prompt_offsets(index, echoed) if echoed else []
+            offsets += [self._answer_offsets(index).add(entry) for entry in entries]
+            logprobs = self._logprobs_body([*echoed, *entries], offsets)
         return CompletionChoice(
-            index=index,
-            text=text,
-            logprobs=self._logprobs_body(index, entries),
-            finish_reason=finish_reason,
-            **told,
+            index=index, text=text, logprobs=logprobs, finish_reason=finish_reason, **told
         )
 
+    def _prompt_offsets(self, index: int, entries: Sequence[TokenLogprob]) -> list[int]:
+        """Return where the tokens of a choice's prompt begin in its echo. A special token that the
+        tokenizer adds in front is no part of a text that was given."""
+        echo, is_text = self._echo(index), self._is_text(index)
+        offsets = TextOffsets(self._llm.tokenizer, skips_special=not is_text)
+        begins = [offsets.add(entry) for entry in entries]
+        added = entries[0].text if is_text and not echo.startswith(entries[0].text) else ""
+        return [max(0, begin - len(added)) for begin in begins]
+
+    def _answer_offsets(self, index: int) -> TextOffsets:
+        """Return what counts the characters of a choice, those of its echo included."""
+        if index not in self._offsets:
+            self._offsets[index] = TextOffsets(
+                self._llm.tokenizer,
+                skips_special=self._body.skip_special_tokens is not False,
+                start=len(self._echo(index)) if self._body.echo else 0,
+            )
+        return self._offsets[index]
+
     def _logprobs_body(
-        self, index: int, entries: Sequence[TokenLogprob]
-    ) -> CompletionLogprobs | None:
-        """Return the log probabilities' body. Offsets count the characters of all tokens of the
-        choice before, over all chunks."""
-        if self._body.logprobs is None:
-            return None
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(entry.text)
+        self, entries: Sequence[TokenLogprob], offsets: list[int]
+    ) -> CompletionLogprobs:
+        def name(entry: TokenLogprob) -> str:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            return token_key(entry, self._llm.token_bytes, as_ids=as_ids)
+
         return CompletionLogprobs(
-            tokens=[token_name(entry, as_ids=as_ids) for entry in entries],
+            tokens=[name(entry) for entry in entries],
             token_logprobs=[_json_logprob(entry) for entry in entries],
             top_logprobs=[
                 (
                     None
                     if math.isnan(entry.logprob)
-                    else {
-                        token_name(one, as_ids=as_ids): finite(one.logprob)
-                        for one in (entry, *entry.top)
-                    }
+                    else {name(one): finite(one.logprob) for one in (entry, *entry.top)}
                 )
                 for entry in entries
             ],

@@ -18,12 +18,12 @@ from starlette.types import Scope
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.answers import Delta
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.doors.http.answers.answering import respond
+from kvlinker.doors.http.answers.answering import note_answer, respond
 from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
-from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
-from kvlinker.doors.http.fields.parts import Part, TextPart
+from kvlinker.doors.http.answers.logprobs import entry_bytes
+from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of, note_ignored
+from kvlinker.doors.http.fields.parts import Part, TextPart, shown
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, ReadPrompt
@@ -41,14 +41,11 @@ class Translation:
     """Paths of fields of the chat request, with those of the caller's fields that they come from,
     where those have other names; the longest beginning of a path counts."""
 
-    cuts_max_tokens: bool = False
-    """True if ``max_tokens``, which the caller has to give, is cut to the room in the window."""
-
     def request(self) -> ChatCompletionRequest:
         """Return the chat request. Raises InvalidRequestError, which names the caller's field."""
         given = {name: value for name, value in self.values.items() if value is not None}
         given["messages"] = [
-            {**message, "content": None if message["content"] == [] else message["content"]}
+            {**message, "content": message["content"] or _no_content(message["role"])}
             for message in given["messages"]
         ]
         try:
@@ -81,9 +78,12 @@ class Translation:
     def add_part(self, part: Part, *, origin: str) -> None:
         """Add a part to the content of the last message; ``origin`` is the path that it comes
         from."""
+        seen = shown(part)
+        if seen is None:
+            return
         content = self.last["content"]
         self.fields[f"{self._last_path}.content.{len(content)}"] = origin
-        content.append(part)
+        content.append(seen)
 
     def add_call(self, call_id: str, name: str, arguments: str, *, origin: str) -> None:
         """Add a call to the last message, with its arguments as JSON; ``origin`` is the path that
@@ -192,7 +192,7 @@ class DialectAnswer(ABC):
                 yield _named(event)
             async for _, output in choices.events():
                 if isinstance(output, Finished):
-                    note_tokens(scope, output.usage.prompt_tokens, output.usage.output_tokens)
+                    note_answer(scope, choices, [output])
                 for step in self._steps(output):
                     for event in self.events_of(step):
                         yield _named(event)
@@ -235,12 +235,16 @@ async def respond_in_dialect(
             asked = chat.asked(served.llm, request_tools, tenant=tenant)
             (read,) = asked.prompts.values()
             reader = request_tools.reader(read.prompt)
-            answer.begin(read, BlockReader(reader, tells_reasoning=chat.tells_reasoning))
-            if translation.cuts_max_tokens:
-                asked = asked._replace(sampling=served.llm.fitting(asked.sampling, read.prompt))
+            blocks = BlockReader(
+                reader,
+                lambda entry: entry_bytes(entry, served.llm.token_bytes),
+                tells_reasoning=chat.tells_reasoning,
+            )
+            answer.begin(read, blocks)
             return asked
 
         ignored = chat.reasoning_effect(served.llm).ignored
+        note_ignored(request.scope, map(translation.own_path, ignored))
         return await respond(
             served,
             request,
@@ -248,8 +252,13 @@ async def respond_in_dialect(
             answer,
             n=1,
             stream=bool(chat.stream),
-            ignored=[translation.own_path(path) for path in ignored],
         )
+
+
+def _no_content(role: str) -> str | None:
+    """Return the content of a message whose parts were all left out; an assistant's may have calls
+    alone."""
+    return None if role == "assistant" else ""
 
 
 def _named(event: EventBody) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from kvlinker.base.types.answers import PromptLogprobs, TokenLogprob
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.llm import Prompt
@@ -19,7 +21,8 @@ def finite(logprob: float) -> float:
 
 
 class TopLogprob(ResponseBody):
-    """A token and its log probability, in nats; ``bytes`` are its text in UTF-8."""
+    """A token and its log probability, in nats; ``bytes`` are its own, which of a part of a
+    character are no text."""
 
     token: str
     logprob: float
@@ -32,16 +35,32 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-def logprob_bodies(entries: Sequence[TokenLogprob], *, as_ids: bool = False) -> list[ChatLogprob]:
-    """Return log probabilities in the format of chat completions; ``as_ids``: with ids in place of
-    the tokens' texts."""
+def logprob_bodies(
+    entries: Sequence[TokenLogprob],
+    bytes_of: Callable[[int], bytes],
+    *,
+    as_ids: bool = False,
+) -> list[ChatLogprob]:
+    """Return log probabilities in the format of chat completions; ``bytes_of`` gives a token's
+    bytes, ``as_ids``: with ids in place of the tokens' texts."""
+
+    def told(entry: TokenLogprob) -> dict[str, Any]:
+        return {
+            "token": token_name(entry, as_ids=as_ids),
+            "logprob": finite(entry.logprob),
+            "bytes": list(entry_bytes(entry, bytes_of)),
+        }
+
     return [
-        ChatLogprob(
-            **_entry(entry, as_ids),
-            top_logprobs=[TopLogprob(**_entry(other, as_ids)) for other in entry.top],
-        )
+        ChatLogprob(**told(entry), top_logprobs=[TopLogprob(**told(other)) for other in entry.top])
         for entry in entries
     ]
+
+
+def entry_bytes(entry: TokenLogprob, bytes_of: Callable[[int], bytes]) -> bytes:
+    """Return the token's own bytes, which of a part of a character are no text; ``bytes_of`` gives
+    those of a token by its id."""
+    return bytes_of(entry.token_id) if "\ufffd" in entry.text else entry.text.encode()
 
 
 def token_name(entry: TokenLogprob, *, as_ids: bool) -> str:
@@ -49,12 +68,36 @@ def token_name(entry: TokenLogprob, *, as_ids: bool) -> str:
     return f"token_id:{entry.token_id}" if as_ids else entry.text
 
 
-def _entry(entry: TokenLogprob, as_ids: bool) -> dict[str, Any]:
-    return {
-        "token": token_name(entry, as_ids=as_ids),
-        "logprob": finite(entry.logprob),
-        "bytes": list(entry.text.encode()),
-    }
+def token_key(entry: TokenLogprob, bytes_of: Callable[[int], bytes], *, as_ids: bool) -> str:
+    """Return a name that no other token has: of a part of a character, its bytes as OpenAI writes
+    them, such as ``bytes:\\xe2\\x80``."""
+    if as_ids or "\ufffd" not in entry.text:
+        return token_name(entry, as_ids=as_ids)
+    spelt = bytes_of(entry.token_id)
+    if spelt == entry.text.encode():
+        return entry.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+
+class TextOffsets:
+    """Counts the characters before each token of a text that comes token by token. The tokens of
+    one character all stand where it does."""
+
+    def __init__(self, tokenizer: Any, *, skips_special: bool, start: int = 0) -> None:
+        """``skips_special``: the text is without special tokens. ``start`` counts the characters
+        before it."""
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skips_special)
+        self._characters = start
+
+    def add(self, entry: TokenLogprob) -> int:
+        """Add the next token, and return its offset."""
+        piece = self._stream.step(self._tokenizer, entry.token_id) or ""
+        start, own = self._characters, entry.text
+        self._characters += len(piece)
+        # before it, the piece has bytes that have turned out to be no character
+        is_behind = len(piece) > len(own) and piece.endswith(own) and not own.startswith("\ufffd")
+        return self._characters - len(own) if is_behind else start
 
 
 class PromptLogprob(ResponseBody):

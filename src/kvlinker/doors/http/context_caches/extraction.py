@@ -15,7 +15,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.models import ServedModelParam
-from kvlinker.prompting.documents import FORMATS, NoTextError, read_document
+from kvlinker.prompting.documents import CONVERTERS, NoTextError, read_document
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
@@ -57,7 +57,7 @@ async def extract_text(
 
 def _text_of(content: bytes, suffix: str) -> dict[str, Any]:
     """Return text and encoding. Raises InvalidRequestError, which says why there is no text."""
-    if suffix in FORMATS:
+    if suffix in CONVERTERS:
         told = _converted(content, suffix)
     else:
         try:
@@ -67,8 +67,6 @@ def _text_of(content: bytes, suffix: str) -> dict[str, Any]:
             told = {"no_text": str(error)}
     if "no_text" in told:
         raise InvalidRequestError(f"There is no text to cache: {told['no_text']}.", code="no_text")
-    if "missing" in told:
-        raise InvalidRequestError(f"{told['missing']}.", param="name", code="converter_missing")
     return told
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
@@ -68,6 +68,8 @@ _Ttl = Annotated[
 
 class Lifetime(RequestBody):
     """``ttl`` in seconds from now, or ``expires_at`` in Unix seconds."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     ttl: _Ttl = None
     expires_at: float | None = Field(default=None, le=END_OF_TIME)

@@ -3,7 +3,7 @@ that the routes run in threads."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field, model_validator
@@ -95,6 +95,8 @@ class ContextCachesDeletion(ResponseBody):
 class PrefetchRequest(RequestBody):
     """Names context caches that will be used, by ``ids`` or by pairs of ``metadata`` that all of
     them have; ``by``: the seconds within which they may still be brought to memory."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     model_config = exactly_one("ids", "metadata")
 

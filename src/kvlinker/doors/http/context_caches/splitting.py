@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -29,6 +29,8 @@ def _list_splitters(schema: dict[str, Any]) -> None:
 class SplitOptions(RequestBody):
     """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless
     they say otherwise."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_PIECE_TOKENS)] | None = None
@@ -61,6 +63,8 @@ def check_input(text: str) -> None:
 
 class SplitRequest(RequestBody):
     """A text to be split."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     input: NonemptyText
     split: SplitOptions | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, StringConstraints
@@ -24,6 +24,8 @@ DEFAULT_HITS = 10
 class SearchRequest(RequestBody):
     """Words to search for; only context caches with all pairs of ``metadata`` are found. Absent and
     null mean the default."""
+
+    refuses_unknown: ClassVar[bool] = True
 
     query: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS)]
     limit: Annotated[int, Field(ge=1, le=100)] | None = None

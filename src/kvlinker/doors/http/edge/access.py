@@ -6,7 +6,7 @@ Without configured keys every caller is the default tenant, and an admin (see
 <key>`` or ``x-api-key: <key>``, but for probes, which have no keys (``/health``, ``/live``), the
 pages and their files (without any data in them: ``/`` asks its reader for a key) and
 ``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all
-tenants and name none.
+tenants and name none; the last requests are shown to their own tenant, and to admins.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ from kvlinker.settings import Settings
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::[0-9]*)?")
 """Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a
 port."""
+
+KEY_HEADERS = ("x-api-key", "api-key")
+"""The headers of a key beside ``Authorization``: Anthropic's and Azure's."""
+
+CONTAINER_HOST = "host.docker.internal"
+"""The name by which programs in containers call their own machine, and no site its own."""
 
 OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
@@ -99,7 +105,7 @@ class HostCheck:
     def _is_known(self, host: str) -> bool:
         written = _HOST.fullmatch(host)
         name = (written["address"] or written["name"]).lower() if written else ""
-        return name in self._names or is_loopback(name)
+        return name in self._names or name == CONTAINER_HOST or is_loopback(name)
 
 
 def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
@@ -114,15 +120,12 @@ def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
     return None if settings.accepted_keys or not is_loopback(settings.host) else (settings.host,)
 
 
-def key_of(headers: Headers) -> str | None:
-    """Return the key that a request brings: ``Authorization`` goes before ``x-api-key``; None for
-    none, or for another scheme than Bearer."""
-    key = headers.get("x-api-key")
-    if "authorization" in headers:
-        scheme, _, key = headers["authorization"].partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-    return None if key is None else key.strip()
+def keys_of(headers: Headers) -> list[str]:
+    """Return the keys that a request brings. Clients that are given a key by one header may put a
+    word such as ``none`` into another."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = (token if scheme.lower() == "bearer" else None, *map(headers.get, KEY_HEADERS))
+    return [key.strip() for key in given if key is not None]
 
 
 class KeyCheck:
@@ -147,18 +150,16 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """Return the caller by the key; None for a missing or unknown one. Compares with every key,
-        in constant time."""
+        """Return the caller by the first key that is known; None if none is. Compares with every
+        key, in constant time."""
         if not self._callers:
             return OPERATOR
-        key = key_of(headers)
-        if key is None:
-            return None
-        given = hashlib.sha256(key.encode("latin-1")).digest()
         found = None
-        for digest, caller in self._callers.items():
-            if hmac.compare_digest(digest, given):
-                found = caller
+        for key in reversed(keys_of(headers)):
+            given = hashlib.sha256(key.encode("latin-1")).digest()
+            for digest, caller in self._callers.items():
+                if hmac.compare_digest(digest, given):
+                    found = caller
         return found
 
 

@@ -21,6 +21,9 @@ from kvlinker.doors.http.edge.errors import request_id_of
 
 logger = logging.getLogger(__name__)
 
+LEFT = 499
+"""The status of a request whose client left before it had all of its answer, as nginx logs it."""
+
 QUEUED_LINES = 10_000
 """The most lines that wait for a log that is not read; further ones are dropped."""
 
@@ -32,6 +35,36 @@ def note_tokens(scope: Scope, prompt: int, output: int = 0) -> None:
     """Note for the access log how many tokens a request brought, and how many it was answered
     with."""
     scope["state"]["tokens"] = (prompt, output)
+
+
+def note_link(
+    scope: Scope,
+    *,
+    cached: int,
+    recomputed: int,
+    fresh: int,
+    reusable: int = 0,
+    uncomputed: int = 0,
+    ttft: float | None,
+    policy: str,
+) -> None:
+    """Note for the access log how a prompt's tokens were computed, after how many seconds the first
+    token came, None if none did, and the policy. ``reusable`` of the fresh tokens would be cached
+    under another setting; ``uncomputed`` tokens were left when the client left."""
+    scope["state"]["link"] = {
+        "cached": cached,
+        "recomputed": recomputed,
+        "fresh": fresh,
+        **({"reusable": reusable} if reusable else {}),
+        **({"uncomputed": uncomputed} if uncomputed else {}),
+        **({} if ttft is None else {"ttft_ms": round(ttft * 1000, 1)}),
+        "policy": policy,
+    }
+
+
+def is_noted(scope: Scope) -> bool:
+    """Return whether it is noted how a request's prompt was computed."""
+    return "link" in scope["state"]
 
 
 def note_replica(scope: Scope, replica: str) -> None:
@@ -46,11 +79,11 @@ def note_route(scope: Scope, route: str) -> None:
 
 class AccessLog:
     """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once
-    it is answered.
+    it is answered; of an answer also how its prompt was linked.
 
     The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is
-    none: paths are callers' text. The status is ``-`` for clients that leave before the answer
-    begins. ``JsonLines`` writes null there.
+    none: paths are callers' text. The status is ``LEFT`` for clients that leave before they have
+    all of the answer. Where there is none, ``JsonLines`` writes null.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -61,40 +94,42 @@ class AccessLog:
             return await self._app(scope, receive, send)
         began = time.perf_counter()
         status: int | None = None
-        left = False
+        sent = left = False
 
         async def watching() -> Message:
             nonlocal left
             message = await receive()
-            left = left or (message["type"] == "http.disconnect" and status is None)
+            left = left or (message["type"] == "http.disconnect" and not sent)
             return message
 
         async def noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
             if message["type"] == "http.response.start":
-                status = None if left else message["status"]
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                sent = not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, watching, noting)
         finally:
-            prompt, output = scope["state"].get("tokens", (0, 0))
+            state = scope["state"]
+            prompt, output = state.get("tokens", (0, 0))
             request = {
                 "method": scope["method"][:16],
-                "route": getattr(scope.get("route"), "path_format", scope["state"].get("route")),
-                "status": status,
+                "route": getattr(scope.get("route"), "path_format", state.get("route")),
+                "status": LEFT if left else status,
                 "prompt_tokens": prompt,
                 "output_tokens": output,
+                **state.get("link", {}),
                 "ms": round((time.perf_counter() - began) * 1000, 1),
                 "id": request_id_of(scope),
+                **({"replica": state["replica"]} if "replica" in state else {}),
             }
-            line = "%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s"
-            if "replica" in scope["state"]:
-                request["replica"] = scope["state"]["replica"]
-                line += " replica=%s"
+            named = "".join(f" {name}=%s" for name in list(request)[3:])
             text = ("-" if value is None else value for value in request.values())
             logger.info(
-                line,
+                f"%s %s %s{named}",
                 *text,
                 extra={"request": request},
             )

@@ -45,6 +45,17 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return listener
 
 
+def listen(listener: socket.socket) -> None:
+    """Have a bound socket listen. Raises AddressError where another process listens there."""
+    try:
+        listener.listen()
+    except OSError as error:
+        raise AddressError(
+            f"Cannot listen at {url_of(listener)}: {error.strerror}. Choose another --port or"
+            " --host."
+        ) from error
+
+
 def url_of(listener: socket.socket) -> str:
     """Return the URL at which clients reach the socket's server."""
     host, port = listener.getsockname()[:2]

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,7 +40,6 @@ LONG_BODY_BYTES = 16 * 2**10
 _PIECE_BYTES = 2**16
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-Validate = Callable[[Any], tuple[Any, Any]]
 
 
 def prompt_body_bytes(max_tokens: int) -> int:
@@ -74,7 +74,7 @@ class BodyLimits:
         async def limited() -> Message:
             nonlocal received, complete
             if announced > most:
-                raise _too_large(most)
+                raise too_large(most)
             if complete:
                 return await receive()
             deadline = began + self._seconds + received / LEAST_BYTES_PER_SECOND
@@ -87,14 +87,15 @@ class BodyLimits:
                 ) from None
             received += len(message.get("body", b""))
             if received > most:
-                raise _too_large(most)
+                raise too_large(most)
             complete = not message.get("more_body", False)
             return message
 
         return await self._app(scope, limited, send)
 
 
-def _too_large(most: int) -> HTTPException:
+def too_large(most: int) -> HTTPException:
+    """Return the error of a body of more than ``most`` bytes."""
     return _closing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {most:,} bytes")
 
 
@@ -104,8 +105,11 @@ def _closing(status: HTTPStatus, detail: str) -> HTTPException:
 
 
 class BodyRoute(APIRoute):
-    """A route that parses and validates long bodies in a thread. All routes with a body are
-    such."""
+    """A route that parses and validates long bodies in a thread. All routes with a body are such.
+
+    A body is validated by its own class: the framework would make another validator of it, without
+    the rules of its configuration for JSON of any kind.
+    """
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -113,36 +117,38 @@ class BodyRoute(APIRoute):
         if field is None:
             return handle
 
-        def validate(value: Any) -> tuple[Any, Any]:
-            return field.validate(value, {}, loc=("body",))
+        model = field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
 
         async def read(request: Request) -> Response:
-            if len(await request.body()) < LONG_BODY_BYTES:
-                return await handle(request)
-            long = _LongRequest(request.scope, request.receive, await request.body(), validate)
+            body = await request.body()
+            validated = _ValidatedRequest(request.scope, request.receive, body, model)
             try:
-                return await handle(long)
+                return await handle(validated)
             except HTTPException as error:
-                raise long.failure or error from None
+                raise validated.failure or error from None
 
         return read
 
 
-class _LongRequest(Request):
+class _ValidatedRequest(Request):
     """A request whose body is there. Its ``json`` returns the validated body, which validates to
     itself at once.
 
     The framework takes any error of ``json`` for one of syntax: ``failure`` is the one that it was.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, body: bytes, validate: Validate) -> None:
+    def __init__(self, scope: Scope, receive: Receive, body: bytes, model: type[BaseModel]) -> None:
         super().__init__(scope, receive)
         self.failure: Exception | None = None
         self._body = body
-        self._validate = validate
+        self._model = model
 
     async def json(self) -> Any:
         try:
+            if len(self._body) < LONG_BODY_BYTES:
+                return self._validated()
             return await self.app.state.served.encoding.run(self, self._read)
         except (KVLinkerError, RequestValidationError) as error:
             self.failure = error
@@ -150,11 +156,18 @@ class _LongRequest(Request):
 
     def _read(self) -> Any:
         check_json(self._body)
+        return self._validated()
+
+    def _validated(self) -> Any:
         body = json.loads(self._body.decode("utf-8-sig"))
-        value, errors = self._validate(body)
-        if errors:
-            raise RequestValidationError(errors, body=body)
-        return value
+        try:
+            return self._model.model_validate(body)
+        except ValidationError as error:
+            complaints = [
+                {**complaint, "loc": ("body", *complaint["loc"])}
+                for complaint in error.errors(include_url=False)
+            ]
+            raise RequestValidationError(complaints, body=body) from error
 
 
 def check_json(body: bytes) -> None:

@@ -138,7 +138,7 @@ class Draining:
         if scope["path"] in PROBES or (scope["path"] in FIGURES and not self._drain.ended):
             return await self._app(scope, receive, closing)
         if self._drain.began:
-            await _read(receive)
+            await read_body(receive)
             refusal = error_response(engine_closed(), scope)
             refusal.headers[REFUSED_HEADER] = "before it began"
             return await refusal(scope, receive, closing)
@@ -170,7 +170,7 @@ class Draining:
             answering.add_done_callback(_forget)
 
 
-async def _read(receive: Receive) -> None:
+async def read_body(receive: Receive) -> None:
     """Read a body to its end, because a client that is still sending would miss the answer if the
     connection closed."""
     with suppress(TimeoutError):

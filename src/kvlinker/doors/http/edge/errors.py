@@ -8,8 +8,9 @@ the last resort for bugs.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -26,9 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvlinker.base.errors import (
     AuthenticationError,
     CatalogUnavailableError,
+    ContextLengthError,
     EngineClosedError,
     InvalidRequestError,
     KVLinkerError,
+    ModelLoadingError,
     OverloadedError,
     in_words_of,
     shortened,
@@ -40,6 +43,15 @@ from kvlinker.doors.http.messages.errors import MessagesError, messages_error, s
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""Matches the ids that clients may give: a word of the log, and of headers."""
+
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Names the fields and entries of a request that had no effect."""
+
+MOST_IGNORED_CHARACTERS = 2000
+"""The longest value of this header; what is beyond is cut off."""
 
 _HTTP_CODES = {
     404: "not_found",
@@ -62,9 +74,10 @@ _MEANINGS = {
     400: "The request is wrong: `param` names the field, `code` the mistake.",
     401: "The API key is missing or unknown (`invalid_api_key`).",
     403: "Not permitted: `quota_exceeded`, `pin_limit_exceeded` or `permission_denied`.",
-    404: "Not found: `context_cache_not_found` or `model_not_found`.",
+    404: "Not found: `context_cache_not_found`, `response_not_found` or `model_not_found`.",
     408: "The body did not come in time (`request_timeout`).",
     413: "The body is too large (`body_too_large`).",
+    415: "The body's encoding is not known (`unsupported_encoding`).",
     421: "The host name is not the server's (`unknown_host`).",
     429: "Too many requests wait already (`overloaded`): try again later.",
     500: "The server failed; its log says why under the request's id.",
@@ -104,11 +117,16 @@ def error_responses(
 
 def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
     """Make the body for an error. Errors that are not the caller's fault are logged, and their
-    bodies only refer to the log."""
+    bodies only refer to the log. A prompt that is too long begins as in Anthropic's API where that
+    is spoken: agents go by these words when they compact a conversation."""
     if error.status == KVLinkerError.status:
         logger.error("Request %s failed: %s", request_id_of(scope), error.message)
         return _inner_body(error, scope)
-    return _body(error.message, error.type, error.param, error.code)
+    message = error.message
+    if isinstance(error, ContextLengthError) and error.excess and speaks_messages(scope["path"]):
+        tokens, most = error.excess
+        message = f"prompt is too long: {tokens} tokens > {most} maximum. {message}"
+    return _body(message, error.type, error.param, error.code)
 
 
 def failure_of(error: Exception, scope: Scope) -> KVLinkerError:
@@ -143,7 +161,9 @@ def as_invalid_request(
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     """Make the answer for an error, with the headers that go with it."""
     headers = {}
-    if isinstance(error, OverloadedError | EngineClosedError | CatalogUnavailableError):
+    if isinstance(
+        error, OverloadedError | EngineClosedError | ModelLoadingError | CatalogUnavailableError
+    ):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
@@ -179,7 +199,8 @@ def request_id_of(scope: Scope) -> str:
 
 class RequestIds:
     """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and
-    in the log."""
+    in the log, as the client does by the same header if it can; and in ``X-Ignored-Fields`` what
+    was left out of it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -187,19 +208,27 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        scope.setdefault("state", {})["request_id"] = f"req_{secrets.token_hex(12)}"
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def naming(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id_of(scope)
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id_of(scope)
+                if ignored := scope["state"].get("ignored"):
+                    headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
             await send(message)
 
         return await self._app(scope, receive, naming)
 
 
-def take_request_id(scope: Scope, request_id: str) -> None:
-    """Name a request as the server names it that answers it: its log has it under this id."""
-    scope["state"]["request_id"] = request_id
+def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
+    """Have the answer name fields and entries of the request that have no effect. Names are the
+    caller's text: a header holds printable ASCII, and no space at its ends."""
+    escaped = (path.encode("ascii", "backslashreplace").decode() for path in paths)
+    shown = (re.sub(r"[^!-~]", "?", path) or "?" for path in escaped)
+    scope["state"].setdefault("ignored", []).extend(shown)
 
 
 class UnexpectedErrors:

@@ -11,7 +11,9 @@ from kvlinker.doors.http.edge.access import HostCheck, KeyCheck, hosts_to_check
 from kvlinker.doors.http.edge.access_log import AccessLog
 from kvlinker.doors.http.edge.bodies import BodyLimits
 from kvlinker.doors.http.edge.draining import Drain, Draining
+from kvlinker.doors.http.edge.encodings import Compression
 from kvlinker.doors.http.edge.errors import (
+    IGNORED_HEADER,
     REQUEST_ID_HEADER,
     RequestIds,
     UnexpectedErrors,
@@ -19,9 +21,6 @@ from kvlinker.doors.http.edge.errors import (
 )
 from kvlinker.doors.http.edge.routing import Framing, HeadRequests, ShortPaths
 from kvlinker.settings import Settings
-
-IGNORED_HEADER = "X-Ignored-Fields"
-"""Names the fields of a request that had no effect."""
 
 BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
 """The methods that pages of other origins may use, where they may call the server at all (CORS)."""
@@ -40,6 +39,7 @@ def add_guards(
     app.state.hosts_checked = hosts is not None
     add_error_handlers(app)
     # from the innermost to the outermost
+    app.add_middleware(Compression, sizes=body_limits)
     app.add_middleware(BodyLimits, sizes=body_limits, seconds=settings.request_timeout)
     app.add_middleware(HeadRequests)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)

@@ -9,6 +9,8 @@ from collections.abc import MutableMapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from kvlinker.base.installing import install_command
+
 if TYPE_CHECKING:
     from fastapi.telemetry import TelemetryConfig
     from opentelemetry.trace import TracerProvider
@@ -45,9 +47,8 @@ def provider_from_environment() -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         logger.warning(
-            "Requests are not traced: OTEL_* variables ask for it, but need pip install"
-            " 'kvlinker[%s]'",
-            EXTRA,
+            "Requests are not traced: OTEL_* variables ask for it, but need %s",
+            install_command(EXTRA),
         )
         return None
     own = Resource({SERVICE_NAME: "kvlinker", SERVICE_VERSION: version("kvlinker")})

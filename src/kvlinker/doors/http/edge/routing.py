@@ -19,13 +19,17 @@ VERSION = "/v1"
 """Stands before the paths of other APIs."""
 
 _SHORT = re.compile(
-    r"/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/.*)?)",
+    r"/(chat/completions|completions|messages|messages/count_tokens|embeddings"
+    r"|(responses|models)(/.*)?)",
     re.DOTALL,
 )
 """Matches their paths without it."""
 
 TAKEN_QUERY = frozenset({"api-version"})
 """The query parameters of others that mean nothing on any route."""
+
+OWN_PATHS = ("/v1/context_caches", "/v1/link", "/v1/usage", "/v1/audit")
+"""Begin the paths of routes that only kvlinker has."""
 
 _SCHEMES = (b"http://", b"https://")
 
@@ -104,9 +108,11 @@ class HeadRequests:
 
 
 async def refuse_unknown_query(request: Request) -> None:
-    """Check the query's parameters against those that the OpenAPI document has of the route, as a
-    dependency of all routes. Raises InvalidRequestError for the first unknown one."""
-    if not request.query_params.keys() - TAKEN_QUERY:
+    """Check the query's parameters of kvlinker's own routes, where a misspelt one would list or
+    delete something else, against those that the OpenAPI document has of the route, as a dependency
+    of all routes. Raises InvalidRequestError for the first unknown one. Other routes take any."""
+    own = request.url.path.startswith(OWN_PATHS)
+    if not own or not request.query_params.keys() - TAKEN_QUERY:
         return
     operations = request.app.openapi()["paths"].get(request.scope["route"].path_format, {})
     documented = [

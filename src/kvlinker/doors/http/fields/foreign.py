@@ -1,5 +1,6 @@
-"""The one table of fields that other servers know and this one does not use: accepted, because they
-cannot change the answer here, or refused by name.
+"""The one table of fields that other servers know and this one does not use: taken without a word,
+because they mean nothing here; left out, and named by the answer; or refused, because without them
+the answer would be wrong.
 
 Bodies check themselves by it (``kvlinker.doors.http.fields.bodies``), and ``docs/api.md`` shows it.
 """
@@ -60,24 +61,39 @@ class ForeignFields:
     why: str
 
     no_ops: tuple[Any, ...] | None = None
-    """The values at which refused fields have no effect; None for fields that are taken, whatever
-    their values."""
+    """The values at which fields mean nothing; None for those that mean nothing at any."""
+
+    refused: bool = False
+    """True if any other value is refused; else the field is left out, and the answer names it."""
+
+    def is_no_op(self, value: Any) -> bool:
+        """Return whether the fields mean nothing at this value."""
+        return self.no_ops is None or any(_is_same(value, no_op) for no_op in self.no_ops)
 
 
 def _taken(names: str, places: frozenset[Place] | Place, why: str) -> ForeignFields:
     return ForeignFields(tuple(names.split()), _as_set(places), why)
 
 
-def _refused(names: str, places: frozenset[Place] | Place, why: str, *no_ops: Any) -> ForeignFields:
+def _ignored(names: str, places: frozenset[Place] | Place, why: str, *no_ops: Any) -> ForeignFields:
     return ForeignFields(tuple(names.split()), _as_set(places), why, no_ops)
+
+
+def _refused(names: str, places: frozenset[Place] | Place, why: str, *no_ops: Any) -> ForeignFields:
+    return ForeignFields(tuple(names.split()), _as_set(places), why, no_ops, refused=True)
+
+
+def _is_same(given: Any, value: Any) -> bool:
+    """Return whether both are the same in JSON, where ``false`` is not 0, but 1.0 is 1."""
+    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
 
 
 def _as_set(places: frozenset[Place] | Place) -> frozenset[Place]:
     return frozenset({places}) if isinstance(places, Place) else places
 
 
-NOTHING_IS_KEPT = "nothing is kept between requests; send the whole conversation"
-NO_MEDIA = "the model reads text alone"
+_NOTHING_IS_KEPT = "nothing is kept between requests; send the whole conversation"
+NO_MEDIA = "this model reads text"
 _NO_MORE_TOOLS = "only functions are called, and directly"
 
 FIELDS: tuple[ForeignFields, ...] = (
@@ -92,7 +108,7 @@ FIELDS: tuple[ForeignFields, ...] = (
         _OPENAI,
         "what began as an earlier prompt did is reused in any case",
     ),
-    _taken("store", _OPENAI, "nothing is stored: responses say `store: false`"),
+    _taken("store", _TEXT, "only answers of `/v1/responses` are kept"),
     _taken("prediction", Place.CHAT, "a guess at the answer makes it faster at most"),
     _taken("stream_interval", _TEXT, "pieces of streams are sent as they are generated"),
     _taken("length_penalty", _TEXT, "counts for beams alone"),
@@ -143,21 +159,21 @@ FIELDS: tuple[ForeignFields, ...] = (
         "come from an earlier answer",
     ),
     _taken("id status summary", Place.REASONING_ITEM, "there are no summaries"),
-    _refused("use_beam_search", _TEXT, "answers are sampled token by token", False),
-    _refused("best_of", ANSWERS, "every choice is returned: ask for `n`", 1),
+    _ignored("use_beam_search", _TEXT, "answers are sampled token by token", False),
+    _ignored("best_of", ANSWERS, "every choice is returned: ask for `n`", 1),
     _refused("suffix", Place.COMPLETIONS, "models here write forward", ""),
     _refused("prompt_embeds", Place.COMPLETIONS, "prompts are text or token ids"),
-    _refused(
+    _ignored(
         "truncate_prompt_tokens",
         _TEXT,
         "prompts are answered whole; shorten it, so that you know what is left",
     ),
-    _refused("truncate_prompt_tokens", Place.EMBEDDINGS, "texts are embedded whole"),
+    _ignored("truncate_prompt_tokens", Place.EMBEDDINGS, "texts are embedded whole"),
     _refused("add_special_tokens normalize", Place.EMBEDDINGS, "done in any case", True),
-    _refused("logprob_token_ids", _TEXT, "give `logprobs` or `top_logprobs`", []),
-    _refused("watermarking repetition_detection", ANSWERS, "vLLM's own ways of sampling", False),
-    _refused("return_prompt_text", Place.CHAT, "give `return_token_ids`", False),
-    _refused(
+    _ignored("logprob_token_ids", _TEXT, "give `logprobs` or `top_logprobs`", []),
+    _ignored("watermarking repetition_detection", ANSWERS, "vLLM's own ways of sampling", False),
+    _ignored("return_prompt_text", Place.CHAT, "give `return_token_ids`", False),
+    _ignored(
         "vllm_xargs kv_transfer_params ec_transfer_params", ANSWERS, "vLLM's own extensions", {}
     ),
     _refused(
@@ -165,113 +181,117 @@ FIELDS: tuple[ForeignFields, ...] = (
         frozenset({Place.CHAT, Place.TOKENIZE}),
         "chunks are placed by the server's own template",
     ),
-    _refused("echo add_special_tokens", Place.CHAT, "the chat template makes the prompt", False),
+    _ignored("echo add_special_tokens", Place.CHAT, "the chat template makes the prompt", False),
     _refused("functions", Place.CHAT, "replaced by `tools`", []),
     _refused("function_call", Place.CHAT, "replaced by `tool_choice`", "none", "auto"),
     _refused("function_call", Place.MESSAGE, "replaced by `tool_calls`"),
-    _refused("modalities", Place.CHAT, "answers are text", ["text"]),
-    _refused("audio", frozenset({Place.CHAT, Place.MESSAGE}), NO_MEDIA),
-    _refused("web_search_options", Place.CHAT, "the server searches nothing"),
-    _refused("moderation", frozenset({Place.CHAT, Place.RESPONSES}), "nothing is moderated here"),
+    _ignored("modalities", Place.CHAT, "answers are text", ["text"]),
+    _ignored("audio", frozenset({Place.CHAT, Place.MESSAGE}), NO_MEDIA),
+    _ignored("web_search_options", Place.CHAT, "the server searches nothing"),
+    _ignored("moderation", frozenset({Place.CHAT, Place.RESPONSES}), "nothing is moderated here"),
     _refused(
-        "previous_response_id conversation previous_input_messages",
+        "conversation previous_input_messages",
         Place.RESPONSES,
-        NOTHING_IS_KEPT,
+        "answers are kept; give `previous_response_id`, or send the whole conversation",
     ),
-    _refused("background", Place.RESPONSES, "nothing is kept that could be fetched later", False),
+    _ignored("background", Place.RESPONSES, "the request waits for its answer", False),
     _refused("prompt", Place.RESPONSES, "there are no stored prompts; give `input`"),
-    _refused("truncation", Place.RESPONSES, "prompts are answered whole", "disabled"),
-    _refused("context_management", Place.RESPONSES, "prompts are answered whole", []),
-    _refused("image", Place.RESPONSES, NO_MEDIA),
-    _refused("access_programs", Place.RESPONSES, "OpenAI's own"),
-    _refused("enable_response_messages", Place.RESPONSES, "the answer has no such form", False),
-    _refused("context_management", _ANTHROPIC, "prompts are answered whole"),
-    _refused("compaction thread", _ANTHROPIC, NOTHING_IS_KEPT),
-    _refused("mcp_servers", _ANTHROPIC, "only functions are called", []),
-    _refused("speed", _ANTHROPIC, "all requests are served alike", "standard"),
-    _refused("container inference_geo", Place.MESSAGES, "the server runs nothing elsewhere"),
-    _refused("fallbacks", Place.MESSAGES, "one model is served", []),
-    _refused("annotations citations", Place.TEXT_PART, "sources are not cited", []),
-    _refused("encrypted_content", Place.REASONING_ITEM, "send reasoning as `content`", ""),
+    _ignored("truncation", Place.RESPONSES, "prompts are answered whole", "disabled"),
+    _ignored("context_management", Place.RESPONSES, "prompts are answered whole", []),
+    _ignored("image", Place.RESPONSES, NO_MEDIA),
+    _ignored("access_programs", Place.RESPONSES, "OpenAI's own"),
+    _ignored("enable_response_messages", Place.RESPONSES, "the answer has no such form", False),
+    _ignored("context_management", _ANTHROPIC, "prompts are answered whole"),
+    _refused("compaction thread", _ANTHROPIC, _NOTHING_IS_KEPT),
+    _ignored("mcp_servers", _ANTHROPIC, "only functions are called", []),
+    _ignored("speed", _ANTHROPIC, "all requests are served alike", "standard"),
+    _ignored("container inference_geo", Place.MESSAGES, "the server runs nothing elsewhere"),
+    _ignored("fallbacks", Place.MESSAGES, "one model is served", []),
+    _ignored("annotations citations", Place.TEXT_PART, "sources are not cited", []),
+    _ignored("encrypted_content", Place.REASONING_ITEM, "send reasoning as `content`", ""),
     _refused("context", Place.DOCUMENT, "write it into the text", ""),
-    _refused("enabled", Place.CITATIONS, "sources are not cited", False),
-    _refused(
+    _ignored("enabled", Place.CITATIONS, "sources are not cited", False),
+    _ignored(
         "disable_any_whitespace disable_additional_properties",
         Place.STRUCTURED_OUTPUTS,
         "say it in the schema",
         False,
     ),
-    _refused("disable_fallback", Place.STRUCTURED_OUTPUTS, "there is one backend", True, False),
+    _ignored("disable_fallback", Place.STRUCTURED_OUTPUTS, "there is one backend", True, False),
     _refused(
         "whitespace_pattern structural_tag", Place.STRUCTURED_OUTPUTS, "not kept by the backend"
     ),
-    _refused("allowed_callers", Place.MESSAGES_TOOL, _NO_MORE_TOOLS, ["direct"]),
-    _refused("input_examples", Place.MESSAGES_TOOL, "write them into the `description`", []),
-    _refused(
+    _ignored("allowed_callers", Place.MESSAGES_TOOL, _NO_MORE_TOOLS, ["direct"]),
+    _ignored("input_examples", Place.MESSAGES_TOOL, "write them into the `description`", []),
+    _ignored(
         "defer_loading",
         frozenset({Place.MESSAGES_TOOL, Place.RESPONSES_TOOL}),
         _NO_MORE_TOOLS,
         False,
     ),
-    _refused(
+    _ignored(
         "toolset_name", frozenset({Place.TOOL_USE, Place.TOOL_RESULT}), "there are no toolsets"
     ),
-    _refused(
+    _ignored(
         "caller",
         frozenset({Place.TOOL_USE, Place.CALL_ITEM, Place.RESULT_ITEM}),
         _NO_MORE_TOOLS,
         {"type": "direct"},
     ),
-    _refused("namespace", Place.CALL_ITEM, _NO_MORE_TOOLS),
-    _refused("async async_", Place.CALL_ITEM, _NO_MORE_TOOLS, False),
+    _ignored("namespace", Place.CALL_ITEM, _NO_MORE_TOOLS),
+    _ignored("async async_", Place.CALL_ITEM, _NO_MORE_TOOLS, False),
 )
 
 _OF_OTHER_ROUTES = "a field of other routes"
 
-ELSEWHERE: tuple[ForeignFields, ...] = tuple(
-    _refused(names, ROUTES, _OF_OTHER_ROUTES, *no_ops)
-    for names, no_ops in (
-        (
-            "echo logprobs ignore_eos include_stop_str_in_output return_token_ids"
-            " return_tokens_as_token_ids continue_final_message use_beam_search stream store"
-            " background enable_response_messages return_prompt_text return_token_strs",
-            (False,),
-        ),
-        (
-            "skip_special_tokens add_generation_prompt parallel_tool_calls include_reasoning",
-            (True,),
-        ),
-        ("n best_of repetition_penalty", (1,)),
-        ("min_p min_tokens top_logprobs presence_penalty frequency_penalty", (0,)),
-        ("top_k", (0, -1)),
-        (
-            "stop stop_sequences stop_token_ids bad_words tools documents functions include"
-            " mcp_servers logit_bias chat_template_kwargs vllm_xargs kv_transfer_params"
-            " ec_transfer_params suffix",
-            ([], {}, ""),
-        ),
-        ("tool_choice function_call", ("none", "auto")),
-        ("response_format", ({"type": "text"},)),
-        ("truncation", ("disabled",)),
-        ("modalities", (["text"],)),
-    )
+ELSEWHERE: tuple[ForeignFields, ...] = (
+    _refused("documents tools functions suffix", ROUTES, _OF_OTHER_ROUTES, [], {}, ""),
+    _refused("background", ROUTES, _OF_OTHER_ROUTES, False),
+    _refused("response_format", ROUTES, _OF_OTHER_ROUTES, {"type": "text"}),
+    *(
+        _ignored(names, ROUTES, _OF_OTHER_ROUTES, *no_ops)
+        for names, no_ops in (
+            (
+                "echo logprobs ignore_eos include_stop_str_in_output return_token_ids"
+                " return_tokens_as_token_ids continue_final_message use_beam_search stream store"
+                " enable_response_messages return_prompt_text return_token_strs",
+                (False,),
+            ),
+            (
+                "skip_special_tokens add_generation_prompt parallel_tool_calls include_reasoning",
+                (True,),
+            ),
+            ("n best_of repetition_penalty", (1,)),
+            ("min_p min_tokens top_logprobs presence_penalty frequency_penalty", (0,)),
+            ("top_k", (0, -1)),
+            (
+                "stop stop_sequences stop_token_ids bad_words include"
+                " mcp_servers logit_bias chat_template_kwargs vllm_xargs kv_transfer_params"
+                " ec_transfer_params",
+                ([], {}, ""),
+            ),
+            ("tool_choice function_call", ("none", "auto")),
+            ("truncation", ("disabled",)),
+            ("modalities", (["text"],)),
+        )
+    ),
 )
 """Fields of OpenAI's, Anthropic's or vLLM's on the routes that have them not, with the values at
 which they mean nothing."""
 
 MEDIA = {
-    "image": "Images",
-    "image_url": "Images",
-    "input_image": "Images",
-    "image_embeds": "Images",
-    "input_audio": "Audio files",
-    "audio_url": "Audio files",
-    "audio_embeds": "Audio files",
-    "video_url": "Videos",
-    "file": "Files",
-    "input_file": "Files",
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "image_embeds": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "audio_embeds": "audio",
+    "video_url": "video",
+    "file": "file",
+    "input_file": "file",
 }
-"""By type of a part that is refused, what its error calls it."""
+"""By type of a part that the model does not read, what the text in its place calls it."""
 
 
 def foreign_fields(place: Place, own: Collection[str]) -> dict[str, ForeignFields]:

@@ -7,15 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     WithJsonSchema,
 )
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvlinker.base.types.limits import MOST_PARTS
@@ -28,7 +25,7 @@ from kvlinker.base.types.messages import (
     MarkedText,
     TextSource,
 )
-from kvlinker.doors.http.fields.bodies import RequestBody, Text
+from kvlinker.doors.http.fields.bodies import LeftOut, RequestBody, Text, other_than
 from kvlinker.doors.http.fields.foreign import MEDIA, NO_MEDIA, Place
 from kvlinker.prompting.marks import ttl_seconds
 
@@ -106,25 +103,11 @@ class ContextCachePart(RequestBody):
     id: Text
 
 
-def _refuse_media(kind: Any) -> Any:
-    """Refuse a type of part that other models read, and say so in words."""
-    if isinstance(kind, str) and kind in MEDIA:
-        raise PydanticCustomError(
-            "media", "{what} are not supported: {why}", {"what": MEDIA[kind], "why": NO_MEDIA}
-        )
-    return kind
+class RefusalPart(RequestBody):
+    """What the assistant said where it refused, earlier in the conversation."""
 
-
-RefusesMedia = BeforeValidator(_refuse_media)
-"""Stands in the annotation of the ``type`` of parts that are invalid."""
-
-
-class UnknownPart(BaseModel):
-    """Catches parts of other types, which are all invalid: its error lists the types that exist."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Annotated[Literal["text", "context_cache"], RefusesMedia]
+    type: Literal["refusal"]
+    refusal: Text
 
 
 _PART_TAGS = {
@@ -132,18 +115,20 @@ _PART_TAGS = {
     "input_text": "<text>",
     "output_text": "<text>",
     "context_cache": "<context_cache>",
+    "refusal": "<refusal>",
 }
 
 
 def _part_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return _PART_TAGS.get(kind, "<unknown>") if isinstance(kind, str) else "<unknown>"
+    return _PART_TAGS.get(kind, "<other>") if isinstance(kind, str) else "<other>"
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[ContextCachePart, Tag("<context_cache>")]
-    | Annotated[SkipJsonSchema[UnknownPart], Tag("<unknown>")],
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[LeftOut, other_than(*_PART_TAGS), Tag("<other>")],
     Discriminator(_part_kind),
 ]
 
@@ -160,12 +145,25 @@ TextOrParts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
 text: tools that find nothing have clients send them."""
 
 
+def shown(part: Part) -> TextPart | ContextCachePart | None:
+    """Return a part as the prompt shows it: in place of media stands a text that says so, so that a
+    conversation with some goes on. None for parts of other types, which it does not show."""
+    match part:
+        case RefusalPart():
+            return TextPart(type="text", text=part.refusal)
+        case LeftOut():
+            what = MEDIA.get(part.type)
+            text = f"[{what} left out: {NO_MEDIA}]"
+            return None if what is None else TextPart(type="text", text=text)
+    return part
+
+
 def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
     """Return the parts of a message or a prompt as the library takes them."""
     return tuple(
         part.content() if isinstance(part, TextPart) else ContextCacheReference(part.id)
-        for part in parts
-        if not isinstance(part, UnknownPart)
+        for part in map(shown, parts)
+        if part is not None
     )
 
 

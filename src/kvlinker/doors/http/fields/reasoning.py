@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
-from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody
+from kvlinker.doors.http.fields.bodies import OR_LEFT_OUT, JsonObject, RequestBody
 from kvlinker.llm import LLM
 
 SWITCH_VARIABLE = "enable_thinking"
@@ -19,11 +19,11 @@ SWITCH_VARIABLE = "enable_thinking"
 EFFORT_VARIABLE = "reasoning_effort"
 """The variable by which chat templates ask for more or less reasoning."""
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Verbosity = Literal["low", "medium", "high"]
+Effort = Annotated[Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"], OR_LEFT_OUT]
+Verbosity = Annotated[Literal["low", "medium", "high"], OR_LEFT_OUT]
 
-_Summary = Literal["auto", "concise", "detailed"]
-_Display = Literal["summarized", "omitted"]
+_Summary = Annotated[Literal["auto", "concise", "detailed"], OR_LEFT_OUT]
+_Display = Annotated[Literal["summarized", "omitted"], OR_LEFT_OUT]
 """There are no summaries: reasoning is sent as it is, or left out."""
 
 T = TypeVar("T")

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    JsonValue,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MAX_CHOICES
 from kvlinker.doors.http.fields.bodies import (
+    OR_LEFT_OUT,
     RequestBody,
     Text,
     Unicode,
@@ -40,6 +48,8 @@ class NextUseBody(RequestBody):
     """Context caches that a workflow will use in so many ``steps``, its requests from this one on,
     or in so many ``seconds``."""
 
+    refuses_unknown: ClassVar[bool] = True
+
     model_config = exactly_one("steps", "seconds")
 
     ids: list[Text] = Field(min_length=1, max_length=MOST_EXPECTED)
@@ -64,12 +74,14 @@ class LinkOptions(RequestBody):
     chunks, may be reordered as they were linked before. ``workflow`` is the name of the request's
     workflow, and ``next`` lists the context caches that it will use."""
 
+    refuses_unknown: ClassVar[bool] = True
+
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
         where({"next": {"type": "array"}}, is_given("workflow")),
     )
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
-    implicit: Literal["auto", "marked", "off"] | None = None
+    implicit: Literal["structure", "auto", "marked", "off"] | None = None
     explain: bool | None = None
     attention: bool | None = None
     keep: Literal["answer", "all", "off"] | None = None
@@ -111,7 +123,7 @@ CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=1024), Uni
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=256), Unicode]
 """The caller's own name for a request, which the id of its answer has in it."""
 
-ServiceTier = Literal["auto", "default", "flex"]
+ServiceTier = Annotated[Literal["auto", "default", "flex"], OR_LEFT_OUT]
 
 
 class StreamOptions(RequestBody):
@@ -139,6 +151,21 @@ NOTHING_EXPLAINED: dict[str, JsonValue] = {
 """The rule of routes whose answers have no explanation."""
 
 
+def _limited(value: Any) -> Any:
+    """Take -1, by which other servers' clients say that there is no limit."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+
+MostTokens = Annotated[
+    Annotated[int, Field(ge=1, le=2**31 - 1)] | None,
+    BeforeValidator(_limited),
+    WithJsonSchema({"anyOf": [_LIMIT, {"const": -1}, {"type": "null"}]}),
+]
+"""The longest answer in tokens; -1 is as good as null."""
+
+
 class SamplingBody(DecodingFields):
     """Fields that chat completions and completions share. Absent and null mean the default."""
 
@@ -156,7 +183,7 @@ class SamplingBody(DecodingFields):
     request_id: RequestId | None = None
     cache_salt: CacheSalt | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    max_tokens: MostTokens = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None

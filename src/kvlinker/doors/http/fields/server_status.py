@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from kvlinker.doors.http.fields.bodies import ResponseBody
 
 
@@ -28,6 +30,23 @@ class PromptTokenCounts(ResponseBody):
     fresh: int
 
 
+class RecentRequest(ResponseBody):
+    """A request that has ended (``at``, in Unix seconds): its tokens by how they were computed;
+    those of ``fresh`` that ``implicit = "auto"`` would have found cached; and those that were left
+    to compute when the client left. ``ttft_ms`` is null if there was no token."""
+
+    at: int
+    model: str
+    policy: str
+    cached: int
+    recomputed: int
+    fresh: int
+    reusable: int
+    uncomputed: int
+    output_tokens: int
+    ttft_ms: float | None
+
+
 class TierStatus(ResponseBody):
     """A tier's fill level and measured bandwidth; null if nothing was measured yet. Servers that
     report the same ``place`` share the tier; null for memory."""
@@ -41,7 +60,11 @@ class TierStatus(ResponseBody):
 
 
 class ServerStatus(ResponseBody):
-    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
+    """The server's figures: sums over all tenants, and the ``recent`` requests of the caller's, an
+    admin's of all. ``started_at`` is in Unix seconds.
+
+    ``reusable_tokens`` of prompts were computed, but would have been cached with ``implicit =
+    "auto"``.
 
     ``kv_bytes_per_token`` and ``kv_bytes_per_chunk`` are the sizes of chunks as computed, for each
     token and in addition; ``disk_codec`` is how they are written to disk. ``steps`` says how steps
@@ -55,6 +78,7 @@ class ServerStatus(ResponseBody):
     requests: RequestCounts
     kv_slots: SlotCounts
     prompt_tokens: PromptTokenCounts
+    reusable_tokens: int = 0
     output_tokens: int
     prefill_tokens_per_second: float | None
     kv_bytes_per_token: int
@@ -62,3 +86,4 @@ class ServerStatus(ResponseBody):
     disk_codec: str
     steps: str = "unknown"
     tiers: list[TierStatus]
+    recent: list[RecentRequest] = Field(default=[])

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import AnswerPiece
-from kvlinker.base.types.limits import LONGEST_ARGUMENTS
+from kvlinker.base.types.limits import LONGEST_ARGUMENTS, MOST_TOOLS
 from kvlinker.base.types.tools import Tool, ToolCall, parsed_arguments, shown_tool, template_call
-from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, ResponseBody, Text
+from kvlinker.doors.http.fields.bodies import (
+    JsonObject,
+    LeftOut,
+    RequestBody,
+    ResponseBody,
+    Text,
+    by_type,
+    other_than,
+)
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import MarkableBody
 
@@ -49,6 +58,14 @@ def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
     return tuple(shown_tool(tool.tool()) for tool in tools or ())
 
 
+ToolOrOther = Annotated[
+    Annotated[ToolBody, Tag("<function>")]
+    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
+    by_type("function", untyped="function"),
+]
+"""A function, or a tool that other servers run, which is left out."""
+
+
 class NamedFunctionBody(RequestBody):
     """The function that is to be called."""
 
@@ -62,15 +79,69 @@ class NamedToolBody(RequestBody):
     function: NamedFunctionBody
 
 
+class AllowedBody(RequestBody):
+    """The tools of which one may be used, or must with the mode ``required``."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedToolBody] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
+class AllowedToolsBody(RequestBody):
+    """Narrows the choice of tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedBody
+
+    def offered(self, tools: Sequence[ToolBody]) -> list[ToolBody]:
+        """Return those of the ``tools`` that may be used. Raises InvalidRequestError for others."""
+        names = [each.function.name for each in self.allowed_tools.tools]
+        if unknown := set(names) - {tool.function.name for tool in tools}:
+            raise InvalidRequestError(
+                f"{min(unknown)!r} is allowed, but is not among 'tools'.", param="tool_choice"
+            )
+        return [tool for tool in tools if tool.function.name in names]
+
+
+def choice_kind(value: Any) -> str:
+    """Return the tag of a choice of tools; choices of other servers' tools are left out."""
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    known = ("function", "allowed_tools")
+    return f"<{kind}>" if kind in known or not isinstance(kind, str) else "<other>"
+
+
 ToolChoiceBody = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedToolBody, Tag("<tool>")],
-    Discriminator(lambda value: "<tool>" if isinstance(value, dict | NamedToolBody) else "<word>"),
+    | Annotated[NamedToolBody, Tag("<function>")]
+    | Annotated[AllowedToolsBody, Tag("<allowed_tools>")]
+    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
+    Discriminator(choice_kind),
 ]
 
 
-CALLS: JsonValue = {"anyOf": [{"const": "required"}, {"type": "object"}]}
+def allowed_tools(mode: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the choice of tools with these names as chat requests have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+CALLS: JsonValue = {
+    "anyOf": [
+        {"const": "required"},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
+            "required": ["type"],
+        },
+    ]
+}
 """A schema of the choices that ask for a call."""
+
+
+def of_type(*types: str) -> JsonValue:
+    """Return a schema of entries of these types."""
+    return {"properties": {"type": {"enum": [*types]}}, "required": ["type"]}
 
 
 def _check_arguments(text: str) -> str:

@@ -23,7 +23,9 @@ from kvlinker.doors.http.messages.errors import MessagesError
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class TextBlockBody(ResponseBody):
@@ -241,7 +243,9 @@ class MessageAnswer(DialectAnswer):
         if end.stop_string is not None:
             return "stop_sequence"
         if end.reason != "stop":
-            return "max_tokens"
+            taken = end.usage.prompt_tokens + end.usage.output_tokens
+            fills = taken >= self._llm.max_model_len
+            return "model_context_window_exceeded" if fills else "max_tokens"
         called = any(block.kind == "call" and block.is_whole for block in self._blocks)
         return "tool_use" if called else "end_turn"
 

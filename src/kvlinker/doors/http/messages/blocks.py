@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import Field, Tag
 
 from kvlinker.base.types.limits import MOST_PARTS
-from kvlinker.doors.http.fields.bodies import JsonObject, NonemptyText, RequestBody, Text
+from kvlinker.doors.http.fields.bodies import (
+    JsonObject,
+    LeftOut,
+    NonemptyText,
+    RequestBody,
+    Text,
+    by_type,
+    other_than,
+)
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import (
     CacheControl,
     ContextCachePart,
     Part,
-    RefusesMedia,
     TextOr,
     TextPart,
 )
@@ -115,24 +121,7 @@ class DocumentBlock(RequestBody):
         ]
 
 
-class UnknownBlock(BaseModel):
-    """The catch-all for blocks of other types, which are all invalid: its error lists the types
-    that exist."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Annotated[
-        Literal["text", "context_cache", "tool_use", "tool_result", "thinking", "document"],
-        RefusesMedia,
-    ]
-
-
 _TAGS = ("text", "context_cache", "tool_use", "tool_result", "thinking", "document")
-
-
-def _block_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in _TAGS else "<unknown>"
 
 
 Block = Annotated[
@@ -142,8 +131,8 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[SkipJsonSchema[UnknownBlock], Tag("<unknown>")],
-    Discriminator(_block_kind),
+    | Annotated[LeftOut, other_than(*_TAGS), Tag("<other>")],
+    by_type(*_TAGS),
 ]
 
 Blocks = TextOr[Annotated[list[Block], Field(min_length=1, max_length=MOST_PARTS)]]

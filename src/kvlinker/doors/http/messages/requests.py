@@ -10,11 +10,20 @@ from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import JsonObject, RequestBody, Text, has_entries, where
+from kvlinker.doors.http.fields.bodies import (
+    JsonObject,
+    LeftOut,
+    RequestBody,
+    Text,
+    by_type,
+    has_entries,
+    other_than,
+    where,
+)
 from kvlinker.doors.http.fields.decoding import StopText
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.messages import unless_role
-from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody
+from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody, TextPart, shown
 from kvlinker.doors.http.fields.reasoning import Effort, ReasoningFields
 from kvlinker.doors.http.fields.sampling import (
     ATTENTION_IS_EXPLAINED,
@@ -33,6 +42,8 @@ from kvlinker.doors.http.messages.blocks import (
     ToolUseBlock,
     located,
 )
+
+BILLING_LINE = "x-anthropic-billing-header:"
 
 
 def _without(*types: str) -> dict[str, JsonValue]:
@@ -95,6 +106,20 @@ class MessageTool(MarkableBody):
         return {"type": "function", "function": {**function, "strict": self.strict}, **self.marks()}
 
 
+MessageTools = Annotated[
+    list[
+        Annotated[
+            Annotated[MessageTool, Tag("<custom>")]
+            | Annotated[LeftOut, other_than("custom"), Tag("<other>")],
+            by_type("custom", untyped="custom"),
+        ]
+    ],
+    Field(max_length=MOST_TOOLS),
+]
+"""Functions, and tools that Anthropic's servers or clients define by their type, which are left
+out."""
+
+
 class AnyToolChoice(RequestBody):
     """Whether a tool is called: if the model likes, in any case, or not at all."""
 
@@ -134,15 +159,21 @@ class OutputConfig(RequestBody):
     format: OutputFormat | None = None
 
 
-_TOOLS_ARE_THERE = where(
-    {
-        "tool_choice": {
-            "required": ["type"],
-            "properties": {"type": {"enum": ["auto", "any", "tool"]}},
-            "type": "object",
-        }
-    },
-    has_entries("tools"),
+def _where_choice(*types: str, entry: JsonValue = True) -> dict[str, JsonValue]:
+    """Return a schema by which choices of these types need a tool of the schema ``entry``."""
+    choice: JsonValue = {
+        "required": ["type"],
+        "properties": {"type": {"enum": [*types]}},
+        "type": "object",
+    }
+    return where({"tool_choice": choice}, has_entries("tools", entry))
+
+
+_TOOLS_ARE_THERE = (
+    _where_choice("auto"),
+    _where_choice(
+        "any", "tool", entry={"properties": {"type": {"enum": [None, "custom"]}}, "type": "object"}
+    ),
 )
 
 
@@ -151,16 +182,19 @@ class CountTokensRequest(ReasoningFields):
 
     place: ClassVar[Place | None] = Place.COUNT_TOKENS
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        _TOOLS_ARE_THERE,
+        *_TOOLS_ARE_THERE,
         ATTENTION_IS_EXPLAINED,
     )
 
     model: Text | None = None
     messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: Texts | None = None
-    tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tools: MessageTools | None = None
     tool_choice: _ToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(
+        default=None, description="An older name of `output_config.format`."
+    )
     cache_control: CacheControl | None = Field(
         default=None,
         description="Means nothing: what begins as an earlier prompt did is reused in any case.",
@@ -172,33 +206,38 @@ class CountTokensRequest(ReasoningFields):
         """Return the chat request."""
         made = Translation(
             fields={
-                "response_format.json_schema": "output_config.format",
+                "response_format.json_schema": "output_format"
+                if self.output_format
+                else "output_config.format",
                 "stop": "stop_sequences",
             },
-            cuts_max_tokens=True,
         )
         names = (*ReasoningFields.model_fields, "model", "link", "cache_salt")
         made.values |= {name: getattr(self, name) for name in names}
         if self.system:
             made.add_message("system")
-            made.add_content(self.system, origin="system")
+            for part, origin in located(self.system, "system"):
+                if not _is_billing(part):
+                    made.add_part(part, origin=origin)
         for index, message in enumerate(self.messages):
             _translate(message, made, f"messages.{index}")
-        made.values["continue_final_message"] = (
+        made.values["continue_final_message"] = bool(made.values["messages"]) and (
             made.last["role"] == "assistant" and "tool_calls" not in made.last
         )
-        if self.tools:
-            made.values["tools"] = [tool.chat_tool() for tool in self.tools]
-        if self.tool_choice is not None:
-            made.values["tool_choice"] = _chat_choice(self.tool_choice)
-            made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.output_config is not None:
-            if self.output_config.effort is not None:
-                made.values["reasoning_effort"] = self.output_config.effort
-                made.fields["reasoning_effort"] = "output_config.effort"
-            if self.output_config.format is not None:
-                schema = {"schema": self.output_config.format.schema_}
-                made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        functions = [tool for tool in self.tools or () if isinstance(tool, MessageTool)]
+        if functions:
+            made.values["tools"] = [tool.chat_tool() for tool in functions]
+        choice = self.tool_choice
+        if choice is not None and (functions or not self.tools or choice.type != "auto"):
+            made.values["tool_choice"] = _chat_choice(choice)
+            made.values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.output_config is not None and self.output_config.effort is not None:
+            made.values["reasoning_effort"] = self.output_config.effort
+            made.fields["reasoning_effort"] = "output_config.effort"
+        form = self.output_format or (self.output_config and self.output_config.format)
+        if form:
+            schema = {"schema": form.schema_}
+            made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
         return made
 
 
@@ -207,7 +246,7 @@ class MessagesRequest(CountTokensRequest):
     refused."""
 
     place: ClassVar[Place | None] = Place.MESSAGES
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_TOOLS_ARE_THERE, NOTHING_EXPLAINED)
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (*_TOOLS_ARE_THERE, NOTHING_EXPLAINED)
 
     request_id: RequestId | None = None
     max_tokens: int = Field(ge=1, le=2**31 - 1)
@@ -233,6 +272,8 @@ def _translate(message: MessageParam, made: Translation, path: str) -> None:
             for part in block.parts():
                 made.add_part(part, origin=f"{origin}.content")
             continue
+        if isinstance(block, LeftOut) and shown(block) is None:
+            continue
         _begin_turn(message.role, made)
         match block:
             case ToolUseBlock():
@@ -246,6 +287,12 @@ def _translate(message: MessageParam, made: Translation, path: str) -> None:
                     made.add_part(part, origin=origin)
             case _:
                 made.add_part(block, origin=origin)
+
+
+def _is_billing(part: Any) -> bool:
+    """Return whether a part of the system prompt is the line by which Claude Code accounts for its
+    requests: it changes at each one, and whatever stands behind it would be new."""
+    return isinstance(part, TextPart) and part.text.startswith(BILLING_LINE)
 
 
 def _begin_turn(role: str, made: Translation) -> None:

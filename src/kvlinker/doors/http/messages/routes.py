@@ -51,6 +51,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results
     of tools."""
+    served.take(body, request.scope)
     answer = MessageAnswer(served.llm, body.request_id)
     return await respond_in_dialect(served, request, body.translated(), answer, tenant=tenant)
 
@@ -60,6 +61,7 @@ async def count_tokens(
     body: CountTokensRequest, request: Request, served: ServedModelParam, tenant: TenantParam
 ) -> TokenCount:
     """Count the tokens of a conversation's prompt. Nothing is cached."""
+    served.take(body, request.scope)
     llm = served.llm
     translation = body.translated()
     chat = await served.encoding.run(request, translation.request)

@@ -1,2 +1,2 @@
 """/v1/responses: OpenAI's newer API, translated to the one request for conversations and back.
-Nothing is kept."""
+Answers are kept for a while."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from kvlinker.doors.http.responses.objects import (
     ResponseUsage,
     Status,
 )
-from kvlinker.doors.http.responses.requests import ResponsesRequest
+from kvlinker.doors.http.responses.requests import ResponsesRequest, ResponseTool
 from kvlinker.llm import LLM
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -53,10 +53,16 @@ _PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 class ResponseAnswer(DialectAnswer):
     """An answer in the words of OpenAI's newer API."""
 
-    def __init__(self, llm: LLM, body: ResponsesRequest) -> None:
+    def __init__(
+        self, llm: LLM, body: ResponsesRequest, keep: Callable[[ResponseObject], bool] | None
+    ) -> None:
+        """``keep`` keeps the whole answer, and returns whether it is kept; None where it is not to
+        be."""
         super().__init__(llm)
         self._body = body
-        self._id = f"resp_{body.request_id or secrets.token_hex(12)}"
+        self._keep = keep
+        name = "" if body.request_id is None else f"{body.request_id}_"
+        self._id = f"resp_{name}{secrets.token_hex(12)}"  # no two have the same
         self._created_at = int(time.time())
         self._ids: dict[int, str] = {}
         self._numbers = 0
@@ -109,7 +115,13 @@ class ResponseAnswer(DialectAnswer):
 
     def body(self) -> ResponseObject:
         assert self._finished is not None
-        return self._response("completed" if self._finished.reason == "stop" else "incomplete")
+        reason = self._finished.reason
+        whole = self._response("completed" if reason == "stop" else "incomplete")
+        if self._keep is None:
+            return whole
+        # a client that has left knows no answer to go on from
+        kept = reason != "cancelled" and self._keep(whole)
+        return whole.model_copy(update={"store": kept})
 
     def _number(self) -> dict[str, int]:
         """Return the number of the next event."""
@@ -134,7 +146,7 @@ class ResponseAnswer(DialectAnswer):
             type="response.output_text.delta",
             content_index=0,
             delta=text,
-            logprobs=logprob_bodies(step.logprobs),
+            logprobs=logprob_bodies(step.logprobs, self._llm.token_bytes),
             **place,
         )
 
@@ -155,7 +167,7 @@ class ResponseAnswer(DialectAnswer):
             type="response.output_text.done",
             content_index=0,
             text=block.text,
-            logprobs=logprob_bodies(block.logprobs),
+            logprobs=logprob_bodies(block.logprobs, self._llm.token_bytes),
             **place,
         )
 
@@ -166,7 +178,7 @@ class ResponseAnswer(DialectAnswer):
         place: dict[str, Any],
     ) -> ContentPartEvent:
         shown = AnswerBlock(block.index, block.kind) if kind.endswith("added") else block
-        part = _reasoning(shown.text) if block.kind == "reasoning" else _text(shown)
+        part = _reasoning(shown.text) if block.kind == "reasoning" else self._text(shown)
         return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
 
     def _item(
@@ -177,8 +189,10 @@ class ResponseAnswer(DialectAnswer):
         ended: ItemStatus = "completed" if block.is_whole else "incomplete"
         status: ItemStatus = "in_progress" if begins else ended
         if block.kind == "call":
+            _, namespace = self._body.functions().get(block.name, (None, None))
             return CalledFunctionItem(
                 type="function_call",
+                **({} if namespace is None else {"namespace": namespace}),
                 id=item_id,
                 call_id=block.call_id,
                 name=block.name,
@@ -190,7 +204,7 @@ class ResponseAnswer(DialectAnswer):
             return ReasoningOutput(
                 type="reasoning", id=item_id, status=status, summary=[], content=thoughts
             )
-        texts = [] if begins else [_text(block)]
+        texts = [] if begins else [self._text(block)]
         return MessageOutput(
             type="message", id=item_id, role="assistant", status=status, content=texts
         )
@@ -216,18 +230,30 @@ class ResponseAnswer(DialectAnswer):
             model=self._llm.model_name,
             output=[self._item(block) for block in self._blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=None,
+            previous_response_id=body.previous_response_id,
             reasoning=body.reasoning_settings(),
             service_tier="default",
-            store=False,
+            store=self._keep is not None,
             temperature=params.temperature,
             text=body.text_settings(),
             tool_choice=body.tool_choice_settings(),
-            tools=[tool.model_dump(exclude=set(MARKS)) | tool.marks() for tool in body.tools or ()],
+            tools=[
+                tool.model_dump(exclude=set(MARKS))
+                | (tool.marks() if isinstance(tool, ResponseTool) else {})
+                for tool in body.tools or ()
+            ],
             top_p=params.top_p,
             truncation="disabled",
             usage=None if self._finished is None else self._usage(self._finished.usage),
             **({} if link is None else {"link": link}),
+        )
+
+    def _text(self, block: AnswerBlock) -> OutputText:
+        return OutputText(
+            type="output_text",
+            text=block.text,
+            annotations=[],
+            logprobs=logprob_bodies(block.logprobs, self._llm.token_bytes),
         )
 
     def _usage(self, usage: Usage) -> ResponseUsage:
@@ -239,6 +265,7 @@ class ResponseAnswer(DialectAnswer):
                 cached_tokens=usage.cached_tokens,
                 exact_cached_tokens=usage.exact_cached_tokens,
                 recomputed_tokens=usage.recomputed_tokens,
+                reusable_tokens=self._read.reusable_of(usage),
                 cache_write_tokens=created_tokens(self._read, usage),
             ),
             output_tokens=usage.output_tokens,
@@ -254,15 +281,6 @@ def _failure_code(status: int) -> Literal["server_error", "rate_limit_exceeded",
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         return "rate_limit_exceeded"
     return "invalid_prompt" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-
-
-def _text(block: AnswerBlock) -> OutputText:
-    return OutputText(
-        type="output_text",
-        text=block.text,
-        annotations=[],
-        logprobs=logprob_bodies(block.logprobs),
-    )
 
 
 def _reasoning(text: str) -> ReasoningTextBody:

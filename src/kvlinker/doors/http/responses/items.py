@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import Field, Tag
 
 from kvlinker.base.types.limits import MOST_PARTS
 from kvlinker.doors.http.answers.dialects import Translation
-from kvlinker.doors.http.fields.bodies import NonemptyText, RequestBody, Text
+from kvlinker.doors.http.fields.bodies import (
+    LeftOut,
+    NonemptyText,
+    RequestBody,
+    Text,
+    by_type,
+    other_than,
+)
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.parts import TextOrParts
 from kvlinker.doors.http.fields.tools import FunctionName
@@ -64,40 +71,60 @@ class ReasoningItem(RequestBody):
     content: list[ReasoningText] | None = Field(default=None, max_length=MOST_PARTS)
 
 
-class UnknownItem(BaseModel):
-    """The catch-all for items of other types, which are all invalid: its error lists the types that
-    exist."""
+class CustomCallItem(RequestBody):
+    """A call of a tool that takes a text, earlier in the conversation."""
 
-    model_config = ConfigDict(strict=True)
+    place: ClassVar[Place | None] = Place.CALL_ITEM
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: FunctionName
+    input: Text
 
 
-_TAGS = ("message", "function_call", "function_call_output", "reasoning")
+class CustomCallOutputItem(FunctionCallOutputItem):
+    """The result of such a call."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
 
 
-def _item_kind(value: Any) -> str:
-    kind = (
-        value.get("type") or "message" if isinstance(value, dict) else getattr(value, "type", None)
-    )
-    return f"<{kind}>" if kind in _TAGS else "<unknown>"
+class ItemReference(RequestBody):
+    """Stands for an item of a kept answer, by its id."""
+
+    type: Literal["item_reference"]
+    id: NonemptyText
+
+
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+)
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[SkipJsonSchema[UnknownItem], Tag("<unknown>")],
-    Discriminator(_item_kind),
+    | Annotated[ItemReference, Tag("<item_reference>")]
+    | Annotated[LeftOut, other_than(*_KINDS), Tag("<other>")],
+    by_type(*_KINDS, untyped="message"),
 ]
 
 
-def add_items(items: Sequence[Item], made: Translation) -> None:
+def add_items(items: Sequence[Item], made: Translation, *, origin_of: Callable[[int], str]) -> None:
     """Add the messages that items stand for to a chat request: reasoning, text and calls of the
-    assistant's that follow one another are one message."""
+    assistant's that follow one another are one message. ``origin_of`` gives the path that an item
+    comes from, by its index."""
     for index, item in enumerate(items):
-        origin = f"input.{index}"
+        origin = origin_of(index)
         match item:
             case ReasoningItem():
                 _begin_turn(made)
@@ -106,6 +133,11 @@ def add_items(items: Sequence[Item], made: Translation) -> None:
                 if not _speaks(made):
                     made.add_message("assistant")
                 made.add_call(item.call_id, item.name, item.arguments, origin=origin)
+            case CustomCallItem():
+                if not _speaks(made):
+                    made.add_message("assistant")
+                arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+                made.add_call(item.call_id, item.name, arguments, origin=origin)
             case FunctionCallOutputItem():
                 made.add_result(item.call_id, origin=f"{origin}.call_id")
                 made.add_content(item.output, origin=f"{origin}.output")

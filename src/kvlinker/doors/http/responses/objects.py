@@ -62,6 +62,7 @@ class CalledFunctionItem(ResponseBody):
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: Literal["in_progress", "completed", "incomplete"]
 
@@ -112,8 +113,8 @@ class ResponseFailure(ResponseBody):
 
 
 class ResponseObject(ResponseBody):
-    """The whole answer, with the request's fields; ``link`` is there where chunks took part. It
-    cannot be fetched again."""
+    """The whole answer, with the request's fields; ``link`` is there where chunks took part. It can
+    be read again where ``store`` is true."""
 
     id: str
     object: Literal["response"]
@@ -129,10 +130,10 @@ class ResponseObject(ResponseBody):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
     service_tier: str
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -141,6 +142,32 @@ class ResponseObject(ResponseBody):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     link: LinkBody | None = None
+
+
+class ResponseDeletion(ResponseBody):
+    """One response was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItems(ResponseBody):
+    """A page of a response's input. ``last_id`` is the next page's ``after``, where ``has_more``
+    says that there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(ResponseBody):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class Event(ResponseBody):

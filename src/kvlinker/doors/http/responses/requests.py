@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
@@ -10,11 +11,16 @@ from kvlinker.base.types.limits import MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import (
+    OR_LEFT_OUT,
     JsonObject,
+    LeftOut,
     Metadata,
+    NonemptyText,
     RequestBody,
     Text,
+    by_type,
     has_entries,
+    other_than,
     where,
 )
 from kvlinker.doors.http.fields.decoding import DecodingFields
@@ -29,7 +35,13 @@ from kvlinker.doors.http.fields.sampling import (
     ServiceTier,
     StreamOptions,
 )
-from kvlinker.doors.http.fields.tools import CALLS, FunctionName
+from kvlinker.doors.http.fields.tools import (
+    CALLS,
+    FunctionName,
+    allowed_tools,
+    choice_kind,
+    of_type,
+)
 from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
 
 
@@ -47,6 +59,22 @@ class ResponseTool(MarkableBody):
     strict: bool | None = None
 
 
+FunctionOrOther = Annotated[
+    Annotated[ResponseTool, Tag("<function>")]
+    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
+    by_type("function"),
+]
+
+
+class NamespaceTool(RequestBody):
+    """Functions under a common name, which calls of them repeat; other tools in it are left out."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = None
+    tools: list[FunctionOrOther] = Field(max_length=MOST_TOOLS)
+
+
 class NamedFunction(RequestBody):
     """The function that is to be called."""
 
@@ -54,13 +82,29 @@ class NamedFunction(RequestBody):
     name: FunctionName
 
 
+class AllowedFunctions(RequestBody):
+    """The functions of which one may be called, or must with the mode ``required``."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedFunction] = Field(min_length=1, max_length=MOST_TOOLS)
+
+
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedFunction, Tag("<function>")],
-    Discriminator(
-        lambda value: "<function>" if isinstance(value, dict | NamedFunction) else "<word>"
-    ),
+    | Annotated[NamedFunction, Tag("<function>")]
+    | Annotated[AllowedFunctions, Tag("<allowed_tools>")]
+    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
+    Discriminator(choice_kind),
 ]
+
+_Tool = Annotated[
+    Annotated[ResponseTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[LeftOut, other_than("function", "namespace"), Tag("<other>")],
+    by_type("function", "namespace"),
+]
+"""A function, functions of a namespace, or a tool that other servers run, which is left out."""
 
 
 class TextFormat(RequestBody):
@@ -98,35 +142,30 @@ class TextBody(RequestBody):
     format: _Format | None = None
 
 
-Included = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
+Included = Annotated[
+    Literal["message.output_text.logprobs", "reasoning.encrypted_content"], OR_LEFT_OUT
 ]
 """The additional fields of an answer: only the first exists in kvlinker's answers."""
 
 
 class ResponsesRequest(ReasoningFields, DecodingFields):
-    """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer
-    and are not supported are refused."""
+    """A conversation to answer: all of it, or what follows on ``previous_response_id``, whose
+    instructions do not count any more. With ``store`` false, nothing of it is kept."""
 
     place: ClassVar[Place | None] = Place.RESPONSES
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        where({"tool_choice": CALLS}, has_entries("tools")),
+        where({"tool_choice": CALLS}, has_entries("tools", of_type("function"))),
         NOTHING_EXPLAINED,
     )
 
     model: Text | None = None
     input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
+    previous_response_id: NonemptyText | None = None
     instructions: Text | None = None
+    store: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    tools: list[ResponseTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tools: list[_Tool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
@@ -169,12 +208,31 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
 
     def tool_choice_settings(self) -> str | dict[str, str]:
         """Return the choice of tools, as answers repeat it."""
-        if isinstance(self.tool_choice, NamedFunction):
+        if isinstance(self.tool_choice, RequestBody):
             return self.tool_choice.model_dump()
-        return self.tool_choice or "auto"
+        return self.tool_choice if isinstance(self.tool_choice, str) else "auto"
 
-    def translated(self) -> Translation:
-        """Return the chat request."""
+    def functions(self) -> dict[str, tuple[ResponseTool, str | None]]:
+        """Return the functions that may be called, by name, each with its namespace. Of several
+        that share a name, the first counts."""
+        found: dict[str, tuple[ResponseTool, str | None]] = {}
+        for tool in self.tools or ():
+            inner = tool.tools if isinstance(tool, NamespaceTool) else [tool]
+            space = tool.name if isinstance(tool, NamespaceTool) else None
+            for each in inner:
+                if isinstance(each, ResponseTool):
+                    found.setdefault(each.name, (each, space))
+        return found
+
+    def own_items(self) -> Sequence[Item]:
+        """Return the input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input
+
+    def translated(self, earlier: Sequence[Item], items: Sequence[Item]) -> Translation:
+        """Return the chat request. The items of the conversation that it goes on from are
+        ``earlier``, those of the input, with kept ones in place of references, are ``items``."""
         made = Translation(
             fields={
                 "messages": "input",
@@ -204,26 +262,24 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
         if self.instructions is not None:
             made.add_message("system")
             made.add_content(self.instructions, origin="instructions")
-        if isinstance(self.input, str):
-            add_items([MessageItem(role="user", content=self.input)], made)
-        else:
-            add_items(self.input, made)
-        if self.tools:
-            made.values["tools"] = [
-                {
-                    "type": "function",
-                    "function": tool.model_dump(exclude={"type", *MARKS}),
-                    **tool.marks(),
-                }
-                for tool in self.tools
-            ]
-        if isinstance(self.tool_choice, NamedFunction):
-            made.values["tool_choice"] = {
+        add_items(earlier, made, origin_of=lambda _: "previous_response_id")
+        add_items(items, made, origin_of="input.{}".format)
+        functions = self.functions()
+        made.values["tools"] = [
+            {
                 "type": "function",
-                "function": {"name": self.tool_choice.name},
+                "function": tool.model_dump(exclude={"type", *MARKS}),
+                **tool.marks(),
             }
-        elif self.tools or self.tool_choice != "auto":  # which answers have if there are none
-            made.values["tool_choice"] = self.tool_choice
+            for tool, _ in functions.values()
+        ]
+        match self.tool_choice:
+            case NamedFunction(name=name):
+                made.values["tool_choice"] = {"type": "function", "function": {"name": name}}
+            case AllowedFunctions(mode=mode, tools=allowed):
+                made.values["tool_choice"] = allowed_tools(mode, [each.name for each in allowed])
+            case str() as word if functions or word != "auto":  # which answers have without tools
+                made.values["tool_choice"] = word
         match self.text.format if self.text else None:
             case TextFormat(type=kind):
                 made.values["response_format"] = {"type": kind}

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvlinker.base.errors import ContextLengthError
 from kvlinker.base.futures import resolved
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
+from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT, with_sensitivity
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.capture import CaptureRequest
+from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.prompting.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
+
+Combine = Callable[[Sequence[tuple[ChunkKV, ...]]], tuple[ChunkKV, ...]]
+"""Makes the KV of chunks of what several readings captured."""
 
 
 class PendingChunks(NamedTuple):
@@ -81,19 +83,16 @@ class ChunkBuilder:
 
         Raises ContextLengthError and EngineClosedError.
         """
-        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
-        spans = [(len(chunk.prefix), len(tokens))]
-        return self._build(
-            (key,),
-            tokens,
-            spans,
-            [chunk.content],
-            tenant=tenant,
-            urgent=urgent,
-            idle=idle,
-            with_scores=with_scores,
-            measures=chunk.scored,
-        )
+        with_scores = with_scores and self.collects_scores
+        scored = [chunk.content] if with_scores else None
+        readings = [_behind(chunk.prefix, chunk, scored)]
+        combine = _only
+        if with_scores and chunk.scored and self._unrelated:
+            behind = _behind((*chunk.prefix, *self._unrelated), chunk, None)
+            if len(behind.tokens) <= self._longest:
+                readings.insert(0, replace(behind, keeps_states=False))
+                combine = _with_sensitivity
+        return self._build((key,), readings, combine, tenant=tenant, urgent=urgent, idle=idle)
 
     def build_prompt(
         self, keys: Sequence[str], prompt: Prompt, *, tenant: str
@@ -104,46 +103,34 @@ class ChunkBuilder:
         Raises ContextLengthError and EngineClosedError.
         """
         spans = [(span.start, span.end) for span in prompt.spans]
-        return self._build(
-            tuple(keys),
-            prompt.tokens[: spans[-1][1]],
-            spans,
-            prompt.contents,
-            tenant=tenant,
-        ).kvs
+        scored = prompt.contents if self.collects_scores else None
+        reading = Reading(prompt.tokens[: spans[-1][1]], spans, scored)
+        return self._build(tuple(keys), [reading], _only, tenant=tenant).kvs
 
     def _build(
         self,
         keys: tuple[str, ...],
-        tokens: NDArray[np.int64],
-        spans: Sequence[tuple[int, int]],
-        contents: Sequence[str],
+        readings: Sequence[Reading],
+        combine: Combine,
         *,
         tenant: str,
         urgent: bool = False,
         idle: bool = False,
-        with_scores: bool = True,
-        measures: bool = False,
     ) -> PendingChunks:
-        if len(tokens) > self._longest:
+        longest = len(readings[0].tokens)
+        if longest > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with its context, but the model takes"
+                f"A chunk has {longest} tokens with its context, but the model takes"
                 f" {self._longest}."
             )
-        with_scores = with_scores and self.collects_scores
-        fits = len(tokens) + len(self._unrelated) <= self._longest
-        unrelated = self._unrelated if with_scores and measures and fits else ()
+        with_scores = readings[-1].scored is not None
         wanted = CaptureRequest(
             self._loaded,
-            tokens,
-            spans,
-            contents,
+            readings,
             kind=ResultKind.BACKGROUND if idle else ResultKind.CHUNK,
-            keep=partial(self._keep, keys),
+            keep=lambda captured: self._keep(keys, combine(captured)),
             # whoever needs a chunk meanwhile does not wait for an idle engine
-            identity=None if idle else (keys, with_scores, bool(unrelated)),
-            with_scores=with_scores,
-            unrelated=unrelated,
+            identity=(keys, with_scores, len(readings), idle),
             tenant=tenant,
             urgent=urgent,
         )
@@ -170,3 +157,18 @@ class ChunkBuilder:
             kv for kv in kvs if kv is not None and (kv.scores is not None or not with_scores)
         )
         return found if len(found) == len(keys) else None
+
+
+def _behind(before: Sequence[int], chunk: Chunk, scored: Sequence[str] | None) -> Reading:
+    tokens = np.array([*before, *chunk.tokens], dtype=np.int64)
+    return Reading(tokens, [(len(before), len(tokens))], scored)
+
+
+def _only(captured: Sequence[tuple[ChunkKV, ...]]) -> tuple[ChunkKV, ...]:
+    (kvs,) = captured
+    return kvs
+
+
+def _with_sensitivity(captured: Sequence[tuple[ChunkKV, ...]]) -> tuple[ChunkKV, ...]:
+    (behind,), (alone,) = captured
+    return (with_sensitivity(alone, behind),)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kvlinker.base.errors import KVLinkerError
@@ -15,7 +16,8 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
-from kvlinker.engines.embedded.chunks.variants import VariantBuilder
+from kvlinker.engines.embedded.chunks.places import PlaceBuilder
+from kvlinker.engines.embedded.chunks.variants import TenantLibrary, VariantBuilder
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -50,12 +52,14 @@ class PromptLoader:
         throughput: ComputeThroughput,
         *,
         variants: VariantBuilder | None,
+        places: PlaceBuilder,
         prefixes: SpilledPrefixes | None,
         elsewhere: Elsewhere | None,
         restored: Callable[[int], object],
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
-        computing takes. ``variants`` is offered prompts, some of whose variants may be missing.
+        computing takes. ``variants`` is offered prompts, some of whose variants may be missing,
+        ``places`` chunks that may not have been computed at their places.
         ``prefixes`` has the KV that the pool gave up; ``restored`` is called with the number of
         tokens whose KV was read from there. ``elsewhere`` is asked for chunks before they are
         computed here."""
@@ -70,6 +74,7 @@ class PromptLoader:
         self._builder = builder
         self._throughput = throughput
         self._variants = variants
+        self._places = places
         self._prefixes = prefixes
         self._elsewhere = elsewhere
         self._restored = restored
@@ -91,6 +96,8 @@ class PromptLoader:
         try:
             _check_wanted(request)
             link = self._begin(request)
+            if link.policy.needs.places and not request.explains:
+                self._places.offer(request.request.prompt.chunks, request.request.tenant)
             hold = request.hold
             if hold is not None:  # else the request has ended meanwhile
                 hold.extend(self.sizes(link.chunks, request.request.tenant))
@@ -111,7 +118,8 @@ class PromptLoader:
         for use in link.uses(self._layers, refinement):
             key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
             self._store.note_use(key, use.recomputed)
-            if self._variants is not None and use.chunk not in request.prompt.chunks:
+            is_variant = not use.chunk.place and use.chunk not in request.prompt.chunks
+            if self._variants is not None and is_variant:
                 self._variants.library.note_use(key, use.recomputed)
 
     def _begin(self, request: PromptRequest) -> Link:
@@ -119,10 +127,11 @@ class PromptLoader:
         return Link.begin(
             wanted.prompt,
             wanted.policy,
-            library=(
-                None
-                if self._variants is None or wanted.salt
-                else self._variants.library.of(wanted.tenant)
+            library=TenantLibrary(
+                self._store,
+                self._fingerprint,
+                wanted.tenant,
+                None if self._variants is None or wanted.salt else self._variants.library,
             ),
             forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
             reuse=partial(self._reuse, wanted) if request.reuses else no_reuse,
@@ -235,6 +244,9 @@ class PromptLoader:
             self._store.delete(key)
         _check_wanted(request)
         with_scores = chunk.scored or link.policy.needs.scores
+        if chunk.place:  # it was evicted since the policy chose it
+            chunk = replace(chunk, place=0)
+            (key,) = self.keys([chunk], request.request.tenant)
         building = self._builder.build(
             key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.capture import CaptureRequest
+from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.linking.evidence import Variant
@@ -38,10 +38,6 @@ class VariantLibrary:
         self._store = store
         self._fingerprint = fingerprint
         self._limit = limit
-
-    def of(self, tenant: str) -> TenantVariants:
-        """Return one tenant's ``Library``, for one request."""
-        return TenantVariants(self, tenant)
 
     def variants(self, chunk: Chunk, tenant: str) -> tuple[Variant, ...]:
         """Return the stored variants of a tenant's chunk."""
@@ -88,14 +84,21 @@ class VariantLibrary:
             self._store.delete(key)
 
 
-class TenantVariants(NamedTuple):
-    """The ``Library`` of one tenant's stored variants."""
+class TenantLibrary(NamedTuple):
+    """The ``Library`` of what is stored of one tenant's chunks."""
 
-    library: VariantLibrary
+    store: ChunkStore
+    fingerprint: str
     tenant: str
+    kept: VariantLibrary | None
+    """Has the variants; None to show none."""
 
     def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
-        return self.library.variants(chunk, self.tenant)
+        return () if self.kept is None else self.kept.variants(chunk, self.tenant)
+
+    def has(self, chunk: Chunk) -> bool:
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=self.tenant)
+        return self.store.tier_of(key) is not None
 
 
 def _has_exact(variants: Iterable[Variant], prompt: Prompt, index: int) -> bool:
@@ -144,13 +147,10 @@ class VariantBuilder:
             self._scheduler.enter(
                 CaptureRequest(
                     self._loaded,
-                    prompt.tokens[: spans[-1][1]],
-                    spans,
-                    prompt.contents,
+                    [Reading(prompt.tokens[: spans[-1][1]], spans, prompt.contents)],
                     kind=ResultKind.VARIANT,
                     keep=partial(self._keep, prompt, tenant, missing),
                     identity=(prompt, tenant),
-                    with_scores=True,
                 )
             )
         except EngineClosedError:
@@ -159,11 +159,16 @@ class VariantBuilder:
             logger.exception("Variants could not be looked up.")
 
     def _keep(
-        self, prompt: Prompt, tenant: str, missing: Sequence[int], kvs: Sequence[ChunkKV]
+        self,
+        prompt: Prompt,
+        tenant: str,
+        missing: Sequence[int],
+        captured: Sequence[tuple[ChunkKV, ...]],
     ) -> tuple[ChunkKV, ...]:
+        (kvs,) = captured
         found = [kvs[index] for index in missing]
         self._background(partial(self._put, prompt, tenant, missing, found))
-        return tuple(kvs)
+        return kvs
 
     def _put(
         self, prompt: Prompt, tenant: str, missing: Sequence[int], kvs: Sequence[ChunkKV]

@@ -32,6 +32,7 @@ from kvlinker.engines.embedded.model.recording.lowering import record_program
 from kvlinker.engines.embedded.model.recording.program import Program
 from kvlinker.engines.embedded.model.recording.trace import UnrecordableError
 from kvlinker.engines.embedded.model.weights.experts import PackedExperts
+from kvlinker.engines.embedded.verdicts import Verdicts
 from kvlinker.engines.gpu import has_kernels
 from kvlinker.engines.native import NativeUnavailableError
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -53,16 +54,25 @@ GRAPHED_AFTER = 2
 SLOTS = 64
 """The slots of the pool of each sequence there."""
 
+STEPS = "compiled steps"
+"""The name of this check among verdicts."""
+
 logger = logging.getLogger(__name__)
 
 
-def compile_step(model: Any, anatomy: Anatomy) -> Program | Capturable | str:
+def compile_step(
+    model: Any, anatomy: Anatomy, verdicts: Verdicts | None = None
+) -> Program | Capturable | str:
     """Return the program of the pass of ``model``, whose weights are arranged, or what graphs of
     its GPU are made from; or why there is neither, as the end of a sentence, which the log says,
-    too."""
+    too. A program is not compared again where ``verdicts`` remember that it was right."""
     try:
         on_gpu = has_kernels(next(model.parameters()).device)
-        program = (_checked_graphs if on_gpu else _checked_program)(model, anatomy)
+        program: Program | Capturable
+        if on_gpu:
+            program = _checked_graphs(model, anatomy)
+        else:
+            program = _checked_program(model, anatomy, verdicts)
     except EXHAUSTED:
         raise
     except (UnrecordableError, NativeUnavailableError) as error:
@@ -75,7 +85,7 @@ def compile_step(model: Any, anatomy: Anatomy) -> Program | Capturable | str:
     return reason
 
 
-def _checked_program(model: Any, anatomy: Anatomy) -> Program:
+def _checked_program(model: Any, anatomy: Anatomy, verdicts: Verdicts | None) -> Program:
     parameter = next(model.parameters())
     if parameter.device.type != "cpu":
         raise UnrecordableError("it is not in the CPU's memory")
@@ -90,7 +100,10 @@ def _checked_program(model: Any, anatomy: Anatomy) -> Program:
         raise UnrecordableError("native code does not attend for it here")
     step_function()
     program = record_program(model, anatomy)
-    _require_small(program_error(model, anatomy, program))
+    if verdicts is None or not verdicts.passed(STEPS):
+        _require_small(program_error(model, anatomy, program))
+        if verdicts is not None:
+            verdicts.remember(STEPS)
     return program
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.plan import LinkPlan, Range
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import ChunkSpan, Prompt
 
@@ -44,11 +44,26 @@ class SequencePath:
     asked: int | None = None
     """The length of the prompt, if the recomputed tokens of chunks depend on all of it."""
 
+    together: Range | None = None
+    """The positions of the chunks whose recomputed tokens were chosen among all of theirs: a
+    beginning has all of these chunks or none. None where each chunk's are chosen by itself."""
+
     def up_to(self, last: int) -> SequencePath:
         """Return the path without the tokens after position ``last``, but for those of its
         chunk."""
         chunks = {start: chunk for start, chunk in self.chunks.items() if start <= last}
         end = max([last + 1, *(start + length for start, (_, length) in chunks.items())])
+        return replace(self, tokens=self.tokens[:end], chunks=chunks)
+
+    def computed_to(self, end: int) -> SequencePath:
+        """Return the path of a prompt that is computed up to position ``end``: without a chunk that
+        is linked in part."""
+        if self.together is not None and self.together[0] < end < self.together[1]:
+            end = self.together[0]
+        for start, (_, length) in self.chunks.items():
+            if start < end < start + length:
+                end = start
+        chunks = {start: chunk for start, chunk in self.chunks.items() if start < end}
         return replace(self, tokens=self.tokens[:end], chunks=chunks)
 
 
@@ -130,8 +145,13 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> SequencePat
                 PathChunk(key, before.get(span.start, "" if span.exact else linked)),
                 span.length,
             )
+    changed = [span for span in prompt.spans if not span.exact and span.end > prompt.reused_tokens]
     return SequencePath(
-        tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None
+        tenant,
+        prompt.tokens,
+        chunks,
+        len(prompt) if looks_at_question(plan.policy) else None,
+        (changed[0].start, changed[-1].end) if changed and plan.policy.reach is None else None,
     )
 
 

@@ -53,6 +53,16 @@ def cut(spans: Iterable[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
     return found
 
 
+def joined(spans: Iterable[SlotSpan]) -> list[SlotSpan]:
+    """Return the same slots in the same order, in as few spans as there can be."""
+    found: list[SlotSpan] = []
+    for span in spans:
+        if found and found[-1].end == span.slot:
+            span = SlotSpan(found[-1].slot, found.pop().size + span.size)
+        found.append(span)
+    return found
+
+
 _size = attrgetter("size")
 
 
@@ -183,6 +193,16 @@ class KVPool:
 
         return ChunkKV(
             tuple(LayerKV.of_parts([copied(part) for part in each.parts]) for each in self.layers)
+        )
+
+    def is_finite(self, spans: Sequence[SlotSpan]) -> bool:
+        """Return whether the last layer's KV in these slots has no NaN and no infinity: a token
+        that had some in a layer before has some there, too."""
+        return all(
+            bool(whole[:, span.slot : span.end].isfinite().all())
+            for each in self.layers[-1:]
+            for whole in (each.key, each.value)
+            for span in spans
         )
 
     def clear(self, slots: NDArray[np.int64]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
-from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut, joined
 from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import PrefixStates, SequenceState
@@ -126,6 +126,7 @@ class PrefixTree:
                 break  # it is on disk, or the same beginning was linked anew, by other tokens
             count += size
             found += cut(node.spans, 0, size)
+        found = joined(found)
         state = None
         if self._states is not None:
             state = self._states.at(parts[-1][0]) if parts else None

@@ -34,6 +34,11 @@ class SequenceState:
     position: int
     layers: tuple[LayerState, ...]
 
+    @property
+    def is_finite(self) -> bool:
+        """True if it has no NaN and no infinity."""
+        return all(bool(layer.state.isfinite().all()) for layer in self.layers)
+
     def copied(self) -> SequenceState:
         """Return it in memory of its own: a step's results lie in one tensor for many sequences."""
         return SequenceState(

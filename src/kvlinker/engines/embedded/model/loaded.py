@@ -133,6 +133,11 @@ class LoadedModel:
         """Return why the policy cannot be followed, and the way out; None if it can."""
         if not self.anatomy.recurrences:
             return None
+        if policy.needs.places:
+            return (
+                f"The policy {policy.name} averages KV over several texts, which the states of this"
+                " model's layers do not allow. Use query-5, legolink-16 or full."
+            )
         if not self.layers and (missing := policy.needs.beyond(SEEN_WITHOUT_ATTENTION)):
             return (
                 f"The policy {policy.name} needs {' and '.join(missing)}, but this model has no"

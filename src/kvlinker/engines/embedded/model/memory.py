@@ -26,9 +26,10 @@ CHANGED = ("Anonymous", "Swap")
 """The kinds of pages that a file mapped for this process alone has where they were written to."""
 
 
-def drop_mapped(weight: Tensor) -> None:
-    """Drop a weight that is no longer read from memory, if it is in a mapped file."""
-    if _inside(weight, _files()):
+def drop_mapped(weight: Tensor, files: Collection[range] | None = None) -> None:
+    """Drop a weight that is no longer read from memory, if it is in one of the mapped ``files``;
+    without these, any."""
+    if _inside(weight, mapped_files() if files is None else files):
         _drop(weight)
 
 
@@ -78,7 +79,7 @@ def _inside(weight: Tensor, files: Collection[range]) -> bool:
     return any(file.start <= begin and end <= file.stop for file in files)
 
 
-def _files() -> list[range]:
+def mapped_files() -> list[range]:
     """Return the addresses to which files are mapped, for this process alone. Dropping would empty
     other memory."""
     if not _MAPPINGS.exists():
@@ -88,7 +89,7 @@ def _files() -> list[range]:
 
 
 def _unchanged_files() -> list[range]:
-    """Return those of ``_files`` that were not written to: dropping would undo that."""
+    """Return those of ``mapped_files`` that were not written to: dropping would undo that."""
     unchanged: list[range] = []
     is_file = False
     for line in _PAGES.read_text().splitlines() if _PAGES.exists() else ():

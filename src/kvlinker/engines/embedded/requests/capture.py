@@ -1,10 +1,9 @@
-"""Captures the KV of chunks while they are computed, and measures how it depends on the text before
-them."""
+"""Captures the KV of chunks while texts that have them are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.observation import ScoreCollector
-from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
@@ -22,8 +20,25 @@ from kvlinker.linking.plan import Range
 from kvlinker.store.chunk_kv import ChunkKV
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One pass over a text, in which the KV of chunks is captured."""
+
+    tokens: NDArray[np.int64]
+    """The text, [length]."""
+
+    spans: Sequence[tuple[int, int]]
+    """The positions [start, end) of the chunks in it."""
+
+    scored: Sequence[str] | None = None
+    """The content hashes of the chunks whose attention scores are collected; None for no scores."""
+
+    keeps_states: bool = True
+    """False if what layers with a state would keep of the chunks is not wanted."""
+
+
 class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
-    """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result
+    """Asks for the KV of chunks, computed at their positions in texts. ``future`` has the result
     once it is stored."""
 
     cancellation = "The chunk is not computed any more."
@@ -31,62 +46,37 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
     def __init__(
         self,
         loaded: LoadedModel,
-        tokens: NDArray[np.int64],
-        spans: Sequence[tuple[int, int]],
-        contents: Sequence[str],
+        readings: Sequence[Reading],
         *,
         kind: ResultKind,
-        keep: Callable[[Sequence[ChunkKV]], tuple[ChunkKV, ...]],
+        keep: Callable[[Sequence[tuple[ChunkKV, ...]]], tuple[ChunkKV, ...]],
         identity: object,
-        with_scores: bool,
-        unrelated: Sequence[int] = (),
         tenant: str = "",
         urgent: bool = False,
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length];
-        ``contents`` are their content hashes. ``keep`` stores the computed KV, and returns the
-        future's result; it is called in the engine's thread. With ``unrelated`` tokens, there is
-        one chunk, with scores: it is computed after them first, to measure its tokens' sensitivity.
-        ``tenant`` asks for them; ``urgent`` is true if an answer of its waits for them."""
+        """``readings`` are computed one after the other, none longer than the first. ``keep`` is
+        given the KV that each of them captured, stores what it makes of that, and returns the
+        future's result; it is called in the engine's thread. ``tenant`` asks for them; ``urgent``
+        is true if an answer of its waits for them."""
         super().__init__()
         self.kind = kind
         self.identity = identity
         self.tenant = tenant
         self.urgent = urgent
+        self._loaded = loaded
         self._keep = keep
-
-        def capture() -> Capture:
-            scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
-            return Capture(
-                loaded.anatomy,
-                spans,
-                dtype=loaded.dtype,
-                scores=scores,
-                keeps_inner=loaded.keeps_inner,
-            )
-
-        def capture_behind() -> Capture:
-            (start, end), more = spans[0], len(unrelated)
-            only_kv = replace(loaded.anatomy, recurrences=())
-            return Capture(only_kv, [(start + more, end + more)], dtype=loaded.dtype)
-
-        # passes that are left, each with its tokens, and what makes the collector of its KV
-        self._later = [(tokens, capture)]
-        if unrelated:
-            start = spans[0][0]
-            longer = np.concatenate(
-                (tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:])
-            )
-            self._later.insert(0, (longer, capture_behind))
-        self._behind: ChunkKV | None = None
-        first, make = self._later.pop(0)
+        first, *self._later = readings
+        self._captured: list[tuple[ChunkKV, ...]] = []
         self.sequence = TokenSequence(
-            first, [(0, len(first))], most_tokens=len(first), capture=make
+            first.tokens,
+            [(0, len(first.tokens))],
+            most_tokens=len(first.tokens),
+            capture=partial(self._capture, first),
         )
 
     @property
     def pending(self) -> Sequence[Range]:
-        return (*super().pending, *((0, len(tokens)) for tokens, _ in self._later))
+        return (*super().pending, *((0, len(reading.tokens)) for reading in self._later))
 
     def advance(self, logits: Tensor | None) -> Ending | None:
         assert self.sequence is not None
@@ -94,11 +84,23 @@ class CaptureRequest(FutureRequest[tuple[ChunkKV, ...]]):
         computed = self.sequence.capture.finish()
         for kv in computed:
             require_finite(kv)
+        self._captured.append(computed)
         if self._later:
-            (self._behind,) = computed
-            self.sequence.begin_again(*self._later.pop(0))
+            reading = self._later.pop(0)
+            self.sequence.begin_again(reading.tokens, partial(self._capture, reading))
             return None
-        if self._behind is not None:
-            computed = (with_sensitivity(computed[0], self._behind),)
-            self._behind = None
-        return partial(self.future.set_result, self._keep(computed))
+        captured, self._captured = self._captured, []
+        return partial(self.future.set_result, self._keep(captured))
+
+    def _capture(self, reading: Reading) -> Capture:
+        anatomy = self._loaded.anatomy
+        scores = None
+        if reading.scored is not None:
+            scores = ScoreCollector(len(self._loaded.layers), reading.spans, reading.scored)
+        return Capture(
+            anatomy if reading.keeps_states else replace(anatomy, recurrences=()),
+            reading.spans,
+            dtype=self._loaded.dtype,
+            scores=scores,
+            keeps_inner=self._loaded.keeps_inner and reading.keeps_states,
+        )

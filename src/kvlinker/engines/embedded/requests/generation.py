@@ -159,12 +159,12 @@ class Generation(PromptRequest):
         sequence = self.sequence
         row = logits.numpy()
         token = self._sampler.sample(row, lambda: sequence.tokens, allowed)
+        logprob = self._sampler.logprob(row, token, self._output.token_text)
+        logprobs = () if logprob is None else (logprob,)
         if token in self._endings or self._output.stops_at(token):
-            end = self._output.push(token, ends="stop")
+            end = self._output.push(token, logprobs, ends="stop")
         else:
             is_last = self._output.tokens + 1 >= self._max_tokens
-            logprob = self._sampler.logprob(row, token, self._output.token_text)
-            logprobs = () if logprob is None else (logprob,)
             is_whole = is_last and self._guide is not None and self._guide.completed_by(token)
             ends = "length" if is_last and not is_whole else None
             end = self._output.push(token, logprobs, ends=ends)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -168,11 +169,20 @@ class PromptRequest(Request):
         return self._accept(logits)
 
     def _usage(self, output_tokens: int = 0) -> Usage:
-        """Count the prompt's tokens by how they were computed; zeros before the first step."""
+        """Count the prompt's tokens by how they were computed, without those that are left to
+        compute; zeros before the first step."""
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
         usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
-        return usage.without(0 if self.sequence is None else self.sequence.missed)
+        if self.sequence is None:
+            return usage
+        usage, left = usage.without(self.sequence.missed), self.sequence.left_of_prompt
+        again = min(int(self.link.prompt.cached[left].sum()), usage.recomputed_tokens)
+        return replace(
+            usage,
+            recomputed_tokens=usage.recomputed_tokens - again,
+            fresh_tokens=max(0, usage.fresh_tokens - (len(left) - again)),
+        )
 
     def _explanation(self) -> Explanation:
         """Explain how the prompt was linked, which has been computed."""

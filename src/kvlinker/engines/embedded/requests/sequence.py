@@ -113,6 +113,9 @@ class TokenSequence:
         """The number of reused tokens that were gone when the sequence got slots for its prompt,
         and are computed again."""
 
+        self.kept = 0
+        """The number of its own tokens that were computed when its KV was kept last."""
+
         self._compute(runs)
 
     def _compute(self, runs: Sequence[Range]) -> None:
@@ -149,6 +152,11 @@ class TokenSequence:
     def computed_length(self) -> int:
         """The number of its own tokens whose KV is there."""
         return self._own_before(self._pending[0][0]) if self._pending else self.own_length
+
+    @property
+    def left_of_prompt(self) -> NDArray[np.int64]:
+        """The positions of its prompt that are left to compute."""
+        return self._own[self.computed_length : self.own_in_prompt]
 
     @property
     def reused_own(self) -> int:
@@ -190,8 +198,13 @@ class TokenSequence:
 
     @property
     def path_so_far(self) -> SequencePath:
-        """The path of what is computed, where the prompt is."""
+        """The path of what is computed, of which a first pass computes nothing behind a chunk."""
         assert self.path is not None
+        if not self.prompt_in_place:
+            end = self._pending[0][0] if self._pending else self.prompt_length
+            if self.probe is not None:
+                end = min([end, *self.path.chunks])
+            return self.path.computed_to(end)
         if len(self.path.tokens) < self.prompt_length:
             return self.path
         return replace(
@@ -293,6 +306,7 @@ class TokenSequence:
         self._begun = False
         self.capture = self.state = self._reused_state = None
         self.marked.clear()
+        self.kept = 0
         self._own_tokens = None
         self._pending = self._missing(0)
 

@@ -37,6 +37,10 @@ the target."""
 ELDEST_SHARE = 0.25
 """The share of the prompts' time that goes to the one whose turn came first, however long it is."""
 
+QUICK_SHARE = 0.5
+"""A prompt is quick if the rest of it takes no more than this share of the prompts' time in a step
+beside decoding."""
+
 BACKGROUND_SECONDS = 0.05
 """The longest step for a request in the background, in seconds: requests that arrive meanwhile wait
 for its end."""
@@ -80,7 +84,8 @@ class _Budget:
     """The number of tokens that may still be taken."""
 
     usual: float = math.inf
-    """The cost that prompts may have in a step that makes up for no earlier one."""
+    """The seconds that prompts may take in a step beside decoding that makes up for no earlier one;
+    infinity where nothing was measured."""
 
     step_seconds: float = math.inf
     """How long the whole step may take."""
@@ -116,7 +121,9 @@ class StepComposer:
     otherwise few requests would decode while many waited, in short steps, which take longer per
     token. While none decodes, a step holds as many tokens as memory is made for. The time of
     prompts goes first to the tenant that has had least so far, and to the shortest of its prompts;
-    but a share of it goes to the prompt whose turn came first, so that none starves. A request in
+    but a share of it goes to the prompt whose turn came first, so that none starves. Of each
+    tenant, one prompt whose rest is quick comes before all of that. Where prompts end in a step in
+    which none decodes, the others get little of it: first tokens come with its end. A request in
     the background has steps for itself, short ones, and only while there is no other.
 
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with
@@ -171,7 +178,7 @@ class StepComposer:
         granted = [(request, 1) for request in decoding]
         piece = self.pieces.piece
         if prompts:
-            ordered = self._in_order(prompts)
+            ordered = self._in_order(prompts, budget.usual)
             if piece is None and decoding and budget.amount > 0:
                 piece = self.pieces.begin(ordered, budget.usual)
             if piece is None:
@@ -181,6 +188,8 @@ class StepComposer:
             else:
                 others = [each for each in ordered if each is not piece.request]
                 shared = self._divide(budget, others)
+            if not decoding:
+                shared = self._shortened(shared, budget.usual)
             self._note_served(shared)
             self._mixed = self._mixed + 1 if decoding and shared else 0
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
@@ -259,7 +268,11 @@ class StepComposer:
         self.prompt_share = 1.0
         if not decoding or cost is None:
             self._owed = 0.0
-            return _Budget(ONE_PER_TOKEN, tokens, tokens)
+            ends = _last_tokens(prompts, math.inf)
+            known = ends and cost is not None
+            first = self._throughput.decode_seconds([min(ends)]) if known else None
+            usual = math.inf if first is None else self._seconds_beside(first, first)
+            return _Budget(ONE_PER_TOKEN, tokens, tokens, usual)
         positions = [part for request in decoding for part in sequence_of(request).pending]
         idle = self._throughput.decode_seconds(positions)
         if idle is None or self._mixed >= MIXED_STEPS:
@@ -267,16 +280,43 @@ class StepComposer:
             return _Budget(cost, 0.0, tokens, step_seconds=idle)  # this step measures it
         behind = _last_tokens(prompts, SOON_STEPS * idle)[1:]
         soon = self._throughput.decode_seconds([*positions, *behind])
-        target = self._seconds_per_token or IDLE_MULTIPLE * (soon or idle)
-        seconds = max(target - idle, LEAST_PROMPT_SHARE * idle)
+        seconds = self._seconds_beside(idle, soon or idle)
         self.prompt_share = seconds / (idle + seconds)
         paid = min(self._owed, seconds)
         self._owed -= paid
         return _Budget(cost, seconds - paid, tokens, seconds, idle + seconds - paid)
 
-    def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
+    def _seconds_beside(self, idle: float, soon: float) -> float:
+        """Return the seconds of prompts in a step that takes ``idle`` seconds without them, and
+        ``soon`` once others decode, too."""
+        target = self._seconds_per_token or IDLE_MULTIPLE * soon
+        return max(target - idle, LEAST_PROMPT_SHARE * idle)
+
+    def _shortened(
+        self, shared: Sequence[tuple[Request, int]], seconds: float
+    ) -> list[tuple[Request, int]]:
+        """Return the shares of prompts in a step in which none decodes. Where some prompts end in
+        it, those that do not are cut to what they would get beside decoding (``seconds``), or to
+        ``ELDEST_SHARE`` of the step."""
+        cost = self._throughput.cost_beside_decoding()
+        ending = [each for each in shared if _ends(*each)]
+        if cost is None or not ending or len(ending) == len(shared):
+            return list(shared)
+        taken = sum(cost.of_first(tokens, sequence_of(each).pending) for each, tokens in ending)
+        left = max(seconds, taken * ELDEST_SHARE / (1 - ELDEST_SHARE))
+        shortened = []
+        for request, tokens in shared:
+            if (request, tokens) not in ending:
+                pending = sequence_of(request).pending
+                tokens = min(tokens, max(cost.affordable(pending, left), LEAST_PIECE))
+                left -= cost.of_first(tokens, pending)
+            shortened.append((request, tokens))
+        return shortened
+
+    def _in_order(self, prompts: Sequence[Request], seconds: float) -> list[Request]:
         """Order prompts: those of the tenant that was served least come first, of one tenant's the
-        shortest, and chunks without a waiting answer come after all answers."""
+        shortest, and chunks without a waiting answer come after all answers. Before them comes one
+        of each tenant that is quick in steps that have ``seconds`` for prompts."""
         tenants = {request.tenant for request in prompts}
         for tenant in tenants:
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served)
@@ -291,7 +331,19 @@ class StepComposer:
                 request.number,
             )
 
-        return sorted(prompts, key=order)
+        ordered = sorted(prompts, key=order)
+        quick: dict[str, Request] = {}
+        for request in ordered:
+            if self._is_quick(request, seconds):
+                quick.setdefault(request.tenant, request)
+        return list(dict.fromkeys([*quick.values(), *ordered]))
+
+    def _is_quick(self, request: Request, seconds: float) -> bool:
+        """Return whether the rest of an answer's prompt takes little of ``seconds``."""
+        cost = self._throughput.cost_beside_decoding()
+        if cost is None or seconds == math.inf or request.kind is not ResultKind.ANSWER:
+            return False
+        return cost.of(sequence_of(request).pending) <= QUICK_SHARE * seconds
 
     def _note_served(self, granted: Sequence[tuple[Request, int]]) -> None:
         """Note the time that tenants get of a step."""
@@ -322,6 +374,12 @@ def _step(
         runs += taken
     requests = tuple(request for request, _ in granted)
     return Step(Batch(tuple(runs), visible_kv), requests, piece, seconds)
+
+
+def _ends(request: Request, tokens: int) -> bool:
+    """Return whether the prompt of a request ends with so many of its next ``tokens``."""
+    sequence = sequence_of(request)
+    return sequence.indivisible or tokens >= sum(end - begin for begin, end in sequence.pending)
 
 
 def _last_tokens(prompts: Sequence[Request], seconds: float) -> list[Range]:

@@ -262,6 +262,12 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._running.slots.keep(sequence_of(request))
 
+    def keep_beginning(self, request: Request) -> None:
+        """Keep what a request has computed of its prompt, which goes on to be computed, now and
+        then; see ``SequenceSlots.keep_beginning``."""
+        with self._lock:
+            self._running.slots.keep_beginning(sequence_of(request))
+
     def slots_of_its_own(self, request: Request) -> NDArray[np.int64]:
         """Return the slots that only this request holds."""
         with self._lock:

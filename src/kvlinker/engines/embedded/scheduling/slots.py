@@ -3,7 +3,7 @@ needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -18,6 +18,10 @@ from kvlinker.engines.embedded.requests.sequence import TokenSequence
 GROWTH = 64
 """Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
 
+KEPT_TOKENS = 512
+"""The tokens of a prompt after which its beginning is kept, while the rest is computed: a second or
+more on CPUs, so that each part of a path is worth its look-up."""
+
 
 class SequenceSlots:
     """Assigns slots to sequences. Nothing else changes ``TokenSequence.spans``."""
@@ -29,14 +33,17 @@ class SequenceSlots:
         keeps_prefixes: bool = False,
         spill: PoolSpill | None = None,
         states: int | None = None,
+        is_finite: Callable[[Sequence[SlotSpan]], bool] = lambda spans: True,
     ) -> None:
         """``keeps_prefixes``: the KV of sequences is kept for later ones that begin alike, and,
         with a ``spill``, on disk when the slots are needed. ``states`` is the number of states to
-        keep with it, for a model whose layers keep one."""
+        keep with it, for a model whose layers keep one. ``is_finite`` returns whether the KV in
+        slots is: a prompt's beginning has no logits that would show it."""
         self._allocator = SlotAllocator(slots)
         self._spill = spill
         self.prefixes = PrefixTree(self._allocator, spill, states)
         self._keeps = keeps_prefixes
+        self._is_finite = is_finite
 
     @property
     def total(self) -> int:
@@ -118,11 +125,12 @@ class SequenceSlots:
         heir.adopt_prompt(sequence)
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep the sequence's KV so far for later ones that begin alike."""
+        """Keep the sequence's KV so far for later ones that begin alike, also where that is only
+        the beginning of its prompt."""
         if not self._keeps:
             sequence.marked.clear()  # nobody will go on from these states
             return
-        if sequence.path is None or not sequence.prompt_in_place:
+        if sequence.path is None:
             return
         path, count = sequence.path_so_far, sequence.computed_length
         assert sequence.spans is not None
@@ -131,10 +139,27 @@ class SequenceSlots:
         states = list(sequence.marked.values())
         if sequence.state is not None:
             states.append(sequence.state)
+        if not sequence.prompt_in_place:
+            states = [state for state in states if state.position <= len(path.tokens)]
+            if not self._is_sound(cut(sequence.spans, 0, len(own)), states):
+                return
         path = path.up_to(max([*own[-1:], *(state.position - 1 for state in states)], default=-1))
         if len(path.tokens):  # chunks alone hold no slots that they would be given up for
             self.prefixes.insert(path, own, sequence.spans, states)
+        sequence.kept = count
         sequence.marked.clear()
+
+    def keep_beginning(self, sequence: TokenSequence) -> None:
+        """Keep the KV of a prompt that goes on to be computed, once there are ``KEPT_TOKENS`` more:
+        its caller may leave, and ask again before the step ends in which that is noticed."""
+        wanted = sequence.path is not None and sequence.probe is None and sequence.state is None
+        if wanted and sequence.computed_length - sequence.kept >= KEPT_TOKENS:
+            self.keep(sequence)
+
+    def _is_sound(self, spans: Sequence[SlotSpan], states: Sequence[SequenceState]) -> bool:
+        """Return whether the KV in these slots, and the states, may be kept: NaN in them would
+        reach all that begin alike."""
+        return self._is_finite(spans) and all(state.is_finite for state in states)
 
     def held_alone(self, sequence: TokenSequence) -> NDArray[np.int64]:
         """Return the slots that neither another sequence nor a kept prefix holds."""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
 from kvlinker.base.events import Events
+from kvlinker.base.futures import resolved
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import (
@@ -116,6 +117,12 @@ class VLLMEngine:
             np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
         )
         return self.client.run(self._translated(self._chunks.cache(chunk, tenant)))
+
+    def expect_together(self, chunks: Sequence[Chunk], *, tenant: str) -> None:
+        """Do nothing: chunks have KV for their first place alone."""
+
+    def settle(self) -> Future[None]:
+        return resolved(None)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         max_tokens = self._checked(request)

@@ -25,8 +25,8 @@ from kvlinker.engines.contract.model_files import (
     fingerprint_with,
     model_folder,
     read_tokenizer,
-    weight_files,
 )
+from kvlinker.engines.contract.model_place import weight_files
 from kvlinker.settings import Settings
 
 logger = logging.getLogger(__name__)

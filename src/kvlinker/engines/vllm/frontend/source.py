@@ -11,6 +11,7 @@ from typing import Any
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
+from kvlinker.base.installing import install_command
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.vllm.frontend.client import OwnClient, VLLMClient
 from kvlinker.engines.vllm.frontend.configuration import configure
@@ -83,7 +84,7 @@ def own_vllm(settings: Settings) -> VLLMSource:
     """
     if find_spec("vllm") is None:
         raise InvalidRequestError(
-            "vLLM is not installed here. Run pip install 'kvlinker[vllm]', or see docs/vllm.md for"
+            f"vLLM is not installed here. Run {install_command('vllm')}, or see docs/vllm.md for"
             " CPUs.",
             param="engine",
         )

@@ -24,6 +24,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.registry import Registry
 from kvlinker.base.threads import set_threads
 from kvlinker.linking import parse_policy
+from kvlinker.linking.union import SIGN
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, WeightFormat
 
@@ -56,8 +57,7 @@ ComparedPolicies = Annotated[
     typer.Option(
         help=(
             "Policies to compare, with commas between; by default full, naive, the policy that the"
-            " settings give to requests (query-5-sensitive), legolink-16, attnlink-16 and"
-            " random-15."
+            " settings give to requests and its parts, legolink-16, attnlink-16 and random-15."
         ),
         show_default=False,
     ),
@@ -234,8 +234,10 @@ def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, DeclaredBenchmar
 
 def compared_policies(text: str | None, settings: Settings) -> list[str]:
     """Read policies with commas between; without any, take those that are compared by default,
-    among them the one that requests have under these settings. Raises PolicyError for a bad one."""
-    return policy_names(text or f"full,naive,{settings.policy},legolink-16,attnlink-16,random-15")
+    among them the one that requests have under these settings, and what it is the union of. Raises
+    PolicyError for a bad one."""
+    usual = ",".join((settings.policy, *settings.policy.split(SIGN)))
+    return policy_names(text or f"full,naive,{usual},legolink-16,attnlink-16,random-15")
 
 
 def followed(policies: Sequence[str], model: LoadedModel) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.quality.evaluation.contexts import ContextSplitter
+from kvlinker.quality.evaluation.datasets import facts
 from kvlinker.quality.evaluation.datasets.formats import (
     Format,
     Source,
@@ -61,6 +62,9 @@ BUNDLED = {
 }
 """The files of the data sets that ship with kvlinker, by name."""
 
+MADE = {facts.NAME: facts.fact_examples}
+"""What makes the other data sets that ship with kvlinker, by name."""
+
 HAYSTACK = "needle"
 """The format of a folder of texts."""
 
@@ -79,16 +83,19 @@ def load_dataset(
     any usable example.
     """
     path = BUNDLED.get(name_or_path, Path(name_or_path))
-    if path.is_dir():
+    found: Iterator[Example | Skipped]
+    if name_or_path in MADE:
+        source, known, found = Source(name_or_path, splitter), "made", MADE[name_or_path]()
+    elif path.is_dir():
         source, known = Source(path.name, splitter), HAYSTACK
-        found: Iterator[Example | Skipped] = needle_examples(path, source)
+        found = needle_examples(path, source)
     elif path.is_file():
         source = Source(path.name.split(".")[0], splitter)
         known, found = _read_file(path, source)
     else:
         raise InvalidRequestError(
             f"No data set {name_or_path!r}: there is no such file or folder, and the data sets that"
-            f" ship with kvlinker are {', '.join(BUNDLED)}.",
+            f" ship with kvlinker are {', '.join((*BUNDLED, *MADE))}.",
             param="dataset",
         )
     dataset = _collect(source.name, known, found, limit, tasks)

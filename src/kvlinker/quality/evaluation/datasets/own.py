@@ -1,8 +1,8 @@
 """Reads kvlinker's own formats: questions about passages, and text that goes on after passages.
 
 Texts are taken to the letter: a passage carries its own separator, such as an empty line at its
-end. Optional are ``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line``
-and ``choices``, as in ``Question``.
+end. Optional are ``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line``,
+``choices`` and ``wrong``, as in ``Question``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def _question(record: Record, source: Source) -> Question:
         max_tokens=max_tokens,
         first_line=first_line,
         choices=choices,
+        wrong=texts_field(record, "wrong") if "wrong" in fields else (),
     )
 
 

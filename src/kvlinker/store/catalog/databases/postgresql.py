@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError, StoreError
+from kvlinker.base.installing import install_command
 from kvlinker.store.catalog.databases.interface import Values
 from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, create, exist, translated
 from kvlinker.store.catalog.databases.postgresql_texts import PostgresTexts
@@ -67,6 +68,12 @@ _LOCKED = "55P03"
 
 _ANY_KEY = "any"
 
+_COMPACTED = (
+    *("chunks", "variants", "texts", "words", "vectors"),
+    *("responses", "response_items"),
+)
+"""The tables with callers' texts, in some form."""
+
 
 class PostgresDatabase:
     """Is the ``Database`` in the schema ``kvlinker`` of a PostgreSQL database."""
@@ -84,7 +91,7 @@ class PostgresDatabase:
             from kvlinker.store.catalog.databases import postgresql_connection
         except ModuleNotFoundError as error:
             raise StoreError(
-                "catalog_url needs PostgreSQL's driver: pip install 'kvlinker[postgres]'."
+                f"catalog_url needs PostgreSQL's driver: {install_command('postgres')}."
             ) from error
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # we say it ourselves
         self._psycopg, self._patient = psycopg, postgresql_connection
@@ -151,7 +158,7 @@ class PostgresDatabase:
 
     def compact(self) -> None:
         with self._errors(), self._pool.connection() as connection, connection.patience(math.inf):
-            for table in ("chunks", "variants", "texts", "words", "vectors"):
+            for table in _COMPACTED:
                 connection.execute(f"VACUUM (FULL) {table}")
 
     def persist(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """The one version of the tables that is read. A change of the tables takes the next number."""
 
 TABLES = (
@@ -98,6 +98,31 @@ TABLES = (
         PRIMARY KEY (tenant, embedder, key)
     )""",
     "CREATE INDEX vectors_by_chunk ON vectors (key, embedder)",
+    # answers of the Responses API, each with its input, for requests that go on from them
+    """CREATE TABLE responses (
+        key TEXT PRIMARY KEY,  -- random
+        tenant TEXT NOT NULL,
+        id TEXT NOT NULL,
+        previous TEXT,  -- the key of the response that it goes on from
+        created_at REAL NOT NULL,
+        expires_at REAL NOT NULL,
+        nbytes INTEGER NOT NULL,  -- of its texts, as they are kept
+        body BLOB NOT NULL,  -- compressed JSON, as input: the response without its output
+        input BLOB NOT NULL  -- its request's own items
+    )""",
+    "CREATE UNIQUE INDEX responses_by_owner ON responses (tenant, id)",
+    "CREATE INDEX responses_by_use ON responses (tenant, expires_at, nbytes)",
+    "CREATE INDEX responses_by_expiry ON responses (expires_at)",
+    """CREATE TABLE response_items (
+        key TEXT PRIMARY KEY,  -- random
+        response TEXT NOT NULL REFERENCES responses (key) ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        tenant TEXT NOT NULL,
+        id TEXT NOT NULL,
+        content BLOB NOT NULL  -- compressed JSON
+    )""",
+    "CREATE INDEX response_items_by_response ON response_items (response, position)",
+    "CREATE INDEX response_items_by_owner ON response_items (tenant, id)",
     # what audits found: samples, and what those up to a number came to
     """CREATE TABLE audit_samples (
         number INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -193,9 +193,8 @@ class SQLiteDatabase:
             raise StoreError(
                 f"The catalog {self._path} was written by {age} kvlinker: it has schema {version},"
                 f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
-                " wrote it, choose another state directory, or move the file away (with its -wal"
-                " and -shm files): a new one is made, and the context caches of the old one have"
-                " to be created again."
+                " wrote it, or choose another state directory, into which `kvlinker caches import"
+                f" {self._path}` brings what can be read."
             )
         return int(version)
 

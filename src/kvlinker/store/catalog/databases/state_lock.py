@@ -68,5 +68,6 @@ def rekeying_error(what: str) -> StoreError:
 def in_use_error(what: str) -> StoreError:
     """Return the error of a process that cannot use a directory exclusively."""
     return StoreError(
-        f"The {what} is in use by a server or another command. Stop it first: its key is to change."
+        f"The {what} is in use by a server or another command. Stop it first: its catalog is to be"
+        " written anew."
     )

@@ -8,24 +8,30 @@ registered twice: plain, and as ``<name>+zstd``, with its parts compressed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from kvlinker.base.errors import InvalidRequestError, StoreError, did_you_mean
 from kvlinker.base.registry import Registry
 from kvlinker.store.format.compression import MissingLibraryError, require_zstd
+from kvlinker.store.lazy_torch import torch
 
-Parts = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Parts: TypeAlias = "Mapping[str, Tensor]"
 """Named tensors, in order; "" names the main one, whose first two dimensions are [heads,
 tokens]."""
 
-Layout = Mapping[str, tuple[torch.dtype, int]]
+Layout: TypeAlias = "Mapping[str, tuple[torch.dtype, int]]"
 """The dtype and the number of dimensions of each part."""
 
-Room = Callable[..., Tensor]
+Room: TypeAlias = "Callable[..., Tensor]"
 """Allocates a tensor as ``torch.empty`` does: called with its shape and ``dtype=``."""
+
+
+def any_room(*shape: Any, **options: Any) -> Tensor:
+    """Allocate a tensor in memory of its own: a ``Room``."""
+    return torch.empty(*shape, **options)
 
 
 class Codec(Protocol):
@@ -47,7 +53,7 @@ class Codec(Protocol):
         """Turn heads into contiguous CPU tensors. Raises ValueError for numbers that the codec
         cannot write."""
 
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = any_room) -> Tensor:
         """Turn the parts of one ``encode`` into [heads, tokens, dim], in ``room`` unless that is
         one of the parts."""
 
@@ -125,7 +131,7 @@ class Raw:
     def encode(self, heads: Tensor) -> Parts:
         return {"": heads.contiguous()}
 
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = any_room) -> Tensor:
         return parts[""]
 
 

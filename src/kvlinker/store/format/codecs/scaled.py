@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from kvlinker.store.format.codecs.base import Layout, Parts, Room, any_room, register
+from kvlinker.store.lazy_torch import torch
 
-from kvlinker.store.format.codecs.base import Layout, Parts, Room, register
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST_BLOCK = 128
 _PIECE_NUMBERS = 16_384
@@ -35,7 +37,7 @@ class Int8:
         steps = wide.div_(_divisor(scale)) if wide is not heads else wide / _divisor(scale)
         return {"": steps.round_().clamp_(-127, 127).to(torch.int8), "scale": scale.squeeze(-1)}
 
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = any_room) -> Tensor:
         steps = parts[""]
         decoded = room(steps.shape, dtype=dtype)
         for stored, scale, out in _pieces(steps, parts["scale"].to(dtype), decoded):
@@ -70,7 +72,7 @@ class Int4:
         packed = steps[..., ::2].to(torch.uint8) | (steps[..., 1::2].to(torch.uint8) << 4)
         return {"": packed.contiguous(), "scale": scale.squeeze(-1)}
 
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = any_room) -> Tensor:
         packed = parts[""]
         decoded = room((*packed.shape[:2], 2 * packed.shape[2]), dtype=dtype)
         for stored, scale, out in _pieces(packed, parts["scale"].to(dtype), decoded):

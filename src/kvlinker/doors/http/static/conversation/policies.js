@@ -4,7 +4,8 @@ import { get } from "../base/api.js";
 import { by, make } from "../base/dom.js";
 
 const OTHER = "other";
-const LADDER = ["naive", "legolink-16", "query-2-sensitive", "query-5-sensitive", "query-15-sensitive", "query-40-sensitive", "full"];
+const LADDER = ["naive", "row", "row+query-2-sensitive", "row+query-5-sensitive", "row+query-15-sensitive", "row+query-40-sensitive", "full"];
+const LADDER_ALONE = ["naive", "legolink-16", "query-2-sensitive", "query-5-sensitive", "query-15-sensitive", "query-40-sensitive", "full"];
 const STARTS = { percent: 15, tokens: 16 };
 
 let policies = [];
@@ -27,7 +28,9 @@ export async function startPolicies() {
 }
 
 /** Return the names of policies that the slider goes through, from the cheapest to the full computation. */
-export const ladder = () => LADDER.filter(name => policies.some(policy => name === policy.name || name.startsWith(`${policy.name}-`)));
+export const ladder = () => (policies.some(({ name }) => name === "row") ? LADDER : LADDER_ALONE).filter(name => name.split("+").every(isOffered));
+
+const isOffered = part => policies.some(({ name }) => part === name || part.startsWith(`${name}-`));
 
 /** Return the name of the policy that the next question is linked under. */
 export const policyInForce = () => chosenPolicy() || usual;

@@ -61,6 +61,8 @@ function showStatus(status) {
     ["KV slots in use", `${number(status.kv_slots.used)} of ${number(status.kv_slots.total)}`],
   ));
   filled(by("slots"), status.kv_slots.used, status.kv_slots.total);
+  by("reusable").hidden = !status.reusable_tokens;
+  by("reusable").textContent = `${counted(status.reusable_tokens, "fresh token")} stood in earlier prompts at another place: --implicit auto finds them.`;
   fillBar(by("reuse"), status.prompt_tokens);
   by("reuse-legend").replaceChildren(...legendOf(status.prompt_tokens));
   by("tiers").replaceChildren(...status.tiers.map(tier => make(

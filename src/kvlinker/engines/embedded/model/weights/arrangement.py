@@ -9,8 +9,8 @@ values, are multiplied by one matrix. Weights in fewer bits are read in less tim
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.base.loading import Report, unreported
 from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.embedded.model.decoder import decoder_layers
-from kvlinker.engines.embedded.model.memory import drop_mapped, return_freed
+from kvlinker.engines.embedded.model.memory import drop_mapped, mapped_files, return_freed
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.engines.embedded.model.weights.matrices import (
     BlockedMatrix,
@@ -103,6 +104,7 @@ def arrange_weights(
     sampled: Mapping[nn.Module, Tensor] = NOTHING,
     *,
     native: bool = True,
+    report: Report = unreported,
 ) -> None:
     """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them
     where packed ones are faster; layers that took the same input in the forward pass ``seen`` get
@@ -121,6 +123,7 @@ def arrange_weights(
     most = int((1 + SPARE_SHARE) * _size(model))
     first = next(model.parameters())
     groups = _groups(model, seen)
+    files = mapped_files()
     if weights in QUANTISED:
         inside = {part for layer in decoder_layers(model) for part in layer.modules()}
         experts = expert_counts(model.config)
@@ -140,10 +143,12 @@ def arrange_weights(
                 group for group in chosen if all(kind.takes(place.linear.weight) for place in group)
             ]
             groups += [group for group in chosen if group not in taken]
-            for group in taken:
+            for index, group in enumerate(taken):
+                report("arranging", index / len(taken))
                 rows = sampled.get(group[0].linear)
                 chooses = kind is NativeInt8Matrix
-                _replace(model, group, partial(NativeInt8Matrix, sampled=rows) if chooses else kind)
+                made = partial(NativeInt8Matrix, sampled=rows) if chooses else kind
+                _replace(model, group, made, files)
             if kind is NativeInt8Matrix:
                 logger.info("%s.", multiplied_in_int8(model))
     in_blocks = [
@@ -151,10 +156,11 @@ def arrange_weights(
         for group in groups
         if all(BlockedMatrix.takes(place.linear.weight, native=native) for place in group)
     ]
-    _pack(model, in_blocks, BlockedMatrix, spare=most - _size(model))
+    pack = partial(_pack, model, files=files, report=report)
+    pack(in_blocks, BlockedMatrix, spare=most - _size(model))
     if packs(first.dtype, first.device):
         others = [group for group in groups if group not in in_blocks]
-        _pack(model, others, partial(packed_matrix, native=native), spare=most - _size(model))
+        pack(others, partial(packed_matrix, native=native), spare=most - _size(model))
 
 
 def _size(model: nn.Module) -> int:
@@ -171,39 +177,49 @@ def _quantises(
 
 def _pack(
     model: nn.Module,
-    groups: Iterable[Sequence[_Place]],
+    groups: Sequence[Sequence[_Place]],
     kind: Callable[[Tensor], Matrix],
     *,
     spare: int,
+    files: Collection[range],
+    report: Report,
 ) -> None:
     """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of
     this kind."""
-    for group in groups:
+    for index, group in enumerate(groups):
+        report("arranging", index / len(groups))
         nbytes = sum(place.linear.weight.nbytes for place in group)
         if nbytes * (1 if len(group) == 1 else 2) <= spare:
-            spare -= _replace(model, group, kind)
+            spare -= _replace(model, group, kind, files)
 
 
-def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> int:
-    """Put a matrix of this kind in the places of the group's layers, and free their weights; return
-    the bytes of those that others still need."""
+def _replace(
+    model: nn.Module,
+    group: Sequence[_Place],
+    kind: Callable[[Tensor], Matrix],
+    files: Collection[range],
+) -> int:
+    """Put a matrix of this kind in the places of the group's layers, and free their weights, which
+    may lie in mapped ``files``; return the bytes of those that others still need."""
     linears = [place.linear for place in group]
     weights = [linear.weight for linear in linears]
+    is_tied = any(place.is_tied for place in group)
     if len(group) == 1:
         matrix = kind(weights[0])
         group[0].put(MatrixLinear(linears[0], matrix))
-        share_with_embeddings(model, weights[0], matrix)
+        if is_tied:
+            share_with_embeddings(model, weights[0], matrix)
     else:
         shared = SharedMatrix(kind(torch.cat(weights)), linears)
         for index, place in enumerate(group):
             place.put(SharedLinear(place.linear, shared, index))
-    needed = {id(weight) for weight in model.parameters()}
+    needed = {id(weight) for weight in model.parameters()} if is_tied else ()
     kept = 0
     for weight in weights:
         if id(weight) in needed:
             kept += weight.nbytes
         else:
-            drop_mapped(weight)
+            drop_mapped(weight, files)
     del weight, weights
     return_freed()
     return kept
@@ -217,6 +233,9 @@ class _Place:
     name: str
     linear: nn.Linear
 
+    is_tied: bool
+    """True if another module has the same weight."""
+
     def put(self, other: nn.Linear) -> None:
         """Put another layer here, and free the weight of the one that was."""
         setattr(self.owner, self.name, other)
@@ -227,10 +246,13 @@ def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
     """Return the layers that may be replaced, in the model's order; those that take the same input
     are together."""
     places: defaultdict[nn.Linear, list[_Place]] = defaultdict(list)
+    owners = Counter(
+        id(weight) for module in model.modules() for weight in module.parameters(recurse=False)
+    )
     for owner in model.modules():
         for name, child in owner.named_children():
             if type(child) is nn.Linear:
-                places[child].append(_Place(owner, name, child))
+                places[child].append(_Place(owner, name, child, owners[id(child.weight)] > 1))
     groups: defaultdict[tuple[object, ...], list[_Place]] = defaultdict(list)
     for linear, (place, *others) in places.items():
         calls = seen.calls[linear]

@@ -94,7 +94,10 @@ class PackedMatrix(Matrix):
         """True if native code were to multiply few rows, but oneDNN has other blocks than that."""
 
         if fits and native_products() is not None:
-            self.unreadable = not _in_blocks(packed, weight)
+            shape = tuple(weight.shape)
+            if shape not in _READABLE:
+                _READABLE[shape] = _in_blocks(packed, weight)
+            self.unreadable = not _READABLE[shape]
             self._native_up_to = 0 if self.unreadable else self.NATIVE_UP_TO
 
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,6 +183,11 @@ def _linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         inputs, packed, bias, "none", [], ""
     )
     return output
+
+
+_READABLE: dict[tuple[int, ...], bool] = {}
+"""Whether oneDNN packs weights of a shape, bf16, in the blocks that native code reads: it packs all
+of a shape alike."""
 
 
 def _in_blocks(packed: Tensor, weight: Tensor) -> bool:

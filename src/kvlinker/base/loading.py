@@ -1,0 +1,58 @@
+"""The progress of loading a model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+Report = Callable[[str, float], None]
+"""Takes what is being done, such as ``reading``, and the share of all work that is done: 0 to 1."""
+
+
+def unreported(_what: str, _share: float, /) -> None:
+    """Show nothing: the ``Report`` of callers without a user."""
+
+
+def part_of(report: Report, begin: float, end: float) -> Report:
+    """Return a report of a part of the work that takes it from share ``begin`` to ``end``."""
+
+    def report_part(what: str, share: float) -> None:
+        report(what, begin + (end - begin) * share)
+
+    return report_part
+
+
+IMPORTED = 0.2
+"""The share of the work that is done when all code is imported."""
+
+LEAST_SHARE = 0.05
+"""The least share of the work by which the rest is predicted."""
+
+
+class Loading:
+    """Keeps how far a model is loaded. Any thread may report, and ask."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self._began = time.monotonic()
+        self._now = ("starting", 0.0)
+
+    def report(self, what: str, share: float, /) -> None:
+        """Note progress after the imports: a ``Report``."""
+        self._now = (what, IMPORTED + (1 - IMPORTED) * share)
+
+    @property
+    def seconds_left(self) -> int | None:
+        """The seconds that the rest takes, as fast as the work went until now; None while that is
+        not known."""
+        _, share = self._now
+        if share < LEAST_SHARE:
+            return None
+        return math.ceil((time.monotonic() - self._began) * (1 - share) / share)
+
+    def __str__(self) -> str:
+        what, share = self._now
+        left = self.seconds_left
+        rest = "" if left is None else f", about {left} s left"
+        return f"Loading {self.model}: {what}, {share:.0%}{rest}"

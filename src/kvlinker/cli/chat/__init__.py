@@ -1,0 +1,1 @@
+"""``kvlinker run``: a conversation with a model in the terminal."""

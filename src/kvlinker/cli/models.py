@@ -1,0 +1,257 @@
+"""``kvlinker pull`` and ``kvlinker models``: bring models from the Hugging Face hub onto this
+machine, and list those that are here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from pydantic import ByteSize
+from rich.table import Table
+
+from kvlinker.cli.console import BAD_USAGE, FAILURE, INTERRUPTED, fail, output_console
+from kvlinker.engines.contract.model_place import CONFIG
+from kvlinker.settings.model import BUNDLED_MODEL
+
+SAFE_WEIGHTS, OTHER_WEIGHTS = "*.safetensors", ("*.bin", "*.pt", "*.pth")
+"""The files of weights; of a model that has both kinds, the safe ones are read."""
+
+BESIDES_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""The other files that loading a model reads: configuration, tokenizer, chat template, code."""
+
+SUBFOLDERS = "*/*"
+"""The files in folders of a repository, which hold other formats of the same weights."""
+
+
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct.",
+            metavar="MODEL",
+        ),
+    ],
+) -> None:
+    """Download a model from the Hugging Face hub into its cache on this machine.
+
+    What is there already is not downloaded again, and a download that was interrupted goes on.
+    HF_HOME says where the cache is, HF_TOKEN whose models may be read.
+    """
+    if Path(model).is_dir():
+        raise fail(f"{model} is a folder on this machine: there is nothing to download", BAD_USAGE)
+    folder = download(model)
+    typer.echo(folder)
+    typer.echo(
+        f"kvlinker: {model} takes {_size(_bytes_of(folder))}; `kvlinker run {model}` talks with it",
+        err=True,
+    )
+
+
+def is_downloaded(model: str) -> bool:
+    """Return whether a model is a folder, or its configuration is in the hub's cache: what else of
+    it is missing, loading it downloads."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return Path(model).is_dir() or isinstance(try_to_load_from_cache(model, CONFIG), str)
+
+
+def download(model: str) -> Path:
+    """Download what is missing of a model of the hub, and return its folder in the cache; the
+    command ends where that cannot be done."""
+    from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        found = HfApi().model_info(model, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+        wanted = _wanted([name for name in sizes if "/" not in name], model)
+        missing = [
+            name
+            for name in wanted
+            if not isinstance(try_to_load_from_cache(model, name, revision=found.sha), str)
+        ]
+        if missing:
+            nbytes = sum(sizes[name] for name in missing)
+            _check_room(nbytes, Path(constants.HF_HUB_CACHE))
+            typer.echo(f"kvlinker: {model}: {len(missing)} files, {_size(nbytes)}", err=True)
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=SUBFOLDERS))
+    except KeyboardInterrupt:
+        raise fail("interrupted: the same command goes on from here", INTERRUPTED) from None
+    except typer.Exit:
+        raise
+    except Exception as error:  # connections fail by errors of the library beneath the hub's
+        raise fail(_why_not(model, error), FAILURE) from error
+
+
+def _wanted(names: Sequence[str], model: str) -> list[str]:
+    """Return those files of a repository that loading the model reads. Ends the command where it is
+    no model of transformers."""
+    if CONFIG not in names:
+        gguf = any(name.endswith(".gguf") for name in names)
+        kind = "GGUF, which kvlinker does not read" if gguf else "no model of transformers"
+        raise fail(
+            f"{model} is {kind}: it has no {CONFIG}. Models of llama.cpp name the model that they"
+            " were made of: pull that.",
+            FAILURE,
+        )
+    safe = any(Path(name).match(SAFE_WEIGHTS) for name in names)
+    patterns = (*BESIDES_WEIGHTS, *((SAFE_WEIGHTS,) if safe else OTHER_WEIGHTS))
+    return [name for name in names if any(Path(name).match(pattern) for pattern in patterns)]
+
+
+def _check_room(nbytes: int, cache: Path) -> None:
+    """End the command where the disk has no room for the files."""
+    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise fail(
+            f"{_size(nbytes)} are to be downloaded, but {there} has {_size(free)} free. Make room,"
+            " or set HF_HOME to a folder on another disk.",
+            FAILURE,
+        )
+
+
+def _why_not(model: str, error: Exception) -> str:
+    """Say why the hub does not have, or does not give, a model, and what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    match error:
+        case GatedRepoError():
+            return (
+                f"{model} is given only to those who accept its terms: accept them on"
+                f" https://huggingface.co/{model}, and log in with `hf auth login`"
+            )
+        case RepositoryNotFoundError():
+            return (
+                f"the hub has no model {model!r}, or not for everybody. Check the id; for a model"
+                " of your own, log in with `hf auth login`"
+            )
+        case HFValidationError():
+            return f"{model!r} is no id of the hub: write NAMESPACE/NAME"
+        case HfHubHTTPError():
+            return f"the hub answered: {str(error).splitlines()[0]}"
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{model} could not be downloaded: {first} Is the hub reachable? Then try again."
+
+
+class Model(NamedTuple):
+    """Describes a model on this machine."""
+
+    name: str
+    """What commands take: the hub id, or the path."""
+
+    nbytes: int
+    weights: str
+    """How its files hold the weights."""
+
+    window: int | None
+    """The tokens that its configuration allows."""
+
+
+def models(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            help="Also list the models in these folders, and in folders directly below.",
+            metavar="FOLDER...",
+        ),
+    ] = None,
+) -> None:
+    """List the models on this machine: the hub's cache, the model in the box, and folders.
+
+    The context window is what a model's configuration says; `kvlinker check MODEL` finds where the
+    model goes on, and whether it can be linked.
+    """
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    for title in ("size", "window"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
+    for model in (*_in_cache(), *_in_folders([BUNDLED_MODEL, *(folders or ())])):
+        window = "-" if model.window is None else f"{model.window:,}"
+        table.add_row(model.name, _size(model.nbytes), window, model.weights)
+    output_console().print(table)
+
+
+def _in_cache() -> Iterator[Model]:
+    """Yield the models of the hub's cache, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with suppress(CacheNotFound):
+        repositories = [each for each in scan_cache_dir().repos if each.repo_type == "model"]
+        for repository in sorted(repositories, key=lambda each: each.repo_id):
+            latest = max(repository.revisions, key=lambda each: each.last_modified, default=None)
+            if latest and (found := _described(repository.repo_id, latest.snapshot_path)):
+                yield found
+
+
+def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
+    """Yield the models in folders, and in those directly below, by their paths."""
+    for folder in folders:
+        for place in (folder, *sorted(folder.iterdir())):
+            if found := _described(str(place), place):
+                yield found
+
+
+def _described(name: str, folder: Path) -> Model | None:
+    """Describe the model in a folder; None if none is there, or a part of one."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    safe = list(folder.glob(SAFE_WEIGHTS))
+    other = [path for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)]
+    if not isinstance(config, dict) or not safe + other:
+        return None
+    return Model(
+        name,
+        _bytes_of(folder),
+        _weights(config, "safetensors" if safe else "pickle"),
+        _window(config),
+    )
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return the size of the files in a folder, those that links lead to included."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def _weights(config: dict[str, Any], files: str) -> str:
+    texts = _texts(config)
+    quantized = config.get("quantization_config") or {}
+    kind = quantized.get("quant_method") or next(
+        (found for each in texts for key in ("dtype", "torch_dtype") if (found := each.get(key))),
+        None,
+    )
+    return f"{kind} ({files})" if kind else files
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    windows = (each.get("max_position_embeddings") for each in _texts(config))
+    return next((window for window in windows if isinstance(window, int)), None)
+
+
+def _texts(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the configuration of the part that reads texts, and the whole one."""
+    text = config.get("text_config")
+    return (text, config) if isinstance(text, dict) else (config,)
+
+
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable(decimal=True, separator=" ")

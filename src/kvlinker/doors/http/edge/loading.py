@@ -1,0 +1,65 @@
+"""Answers requests while a server loads its model: probes learn that it lives and is not ready, and
+all others when to come again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvlinker.base.errors import ModelLoadingError
+from kvlinker.base.loading import Loading
+from kvlinker.doors.http.edge.connections import server_config
+from kvlinker.doors.http.edge.draining import PROBES, REFUSED_HEADER, read_body
+from kvlinker.doors.http.edge.errors import RequestIds, error_response
+
+USUAL_SECONDS = 5
+"""The seconds after which clients come again while nothing is known of the rest."""
+
+JOIN_SECONDS = 5.0
+"""The longest wait for the last of these answers, before the server itself begins."""
+
+
+@contextmanager
+def answering_while_loading(
+    listener: socket.socket, loading: Loading, *, request_timeout: float
+) -> Iterator[None]:
+    """Answer requests on a socket that listens, in a thread of its own, while the block loads the
+    model. Requests that come at the block's end wait for the server that is next on the socket."""
+    config = server_config(loading_app(loading), request_timeout=request_timeout)
+    config.lifespan = "off"
+    server = uvicorn.Server(config)
+    thread = Thread(
+        target=server.run, args=([listener.dup()],), name="kvlinker-loading", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(JOIN_SECONDS)
+
+
+def loading_app(loading: Loading) -> ASGIApp:
+    """Make the application of a server whose model is being loaded."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await read_body(receive)
+        seconds = loading.seconds_left or USUAL_SECONDS
+        if scope["path"] == "/live":
+            response = JSONResponse({"status": "alive"})
+        elif scope["path"] in PROBES:
+            response = JSONResponse({"status": "loading"}, 503, {"Retry-After": str(seconds)})
+        else:
+            error = ModelLoadingError(f"{loading}. Try again then.", retry_after=seconds)
+            response = error_response(error, scope)
+            response.headers[REFUSED_HEADER] = "before it began"
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+    return RequestIds(answer)

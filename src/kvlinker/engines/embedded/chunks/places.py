@@ -1,0 +1,248 @@
+"""Computes the KV of chunks at later places in a row of texts, when the engine has nothing else to
+do."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
+
+import numpy as np
+
+from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.contract.rows import ROW, orders
+from kvlinker.engines.embedded.chunks.variants import Background
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
+from kvlinker.engines.embedded.requests.request import ResultKind
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 1024
+"""The most rows that wait to be computed; those that were wanted first are forgotten."""
+
+MOST_ROOM = 1 / 4
+"""The most that the KV of a row, at all places, may take of the largest tier's budget: more would
+evict what chunks have at their first place, and with it what requests under all policies use."""
+
+MOST_SECONDS = 300.0
+"""The seconds from a row's offer within which it is computed even if its chunks are not stored:
+what is stored soon after a deletion is deleted again (``store.deletions``)."""
+
+
+@dataclass
+class _Row:
+    """Chunks that are computed behind one another, in one order after the other."""
+
+    chunks: tuple[Chunk, ...]
+    kept: frozenset[Chunk]
+    """Those whose KV is kept; the others only stand before them."""
+
+    tenant: str
+    left: deque[tuple[Chunk, ...]]
+    """The orders that are not computed yet."""
+
+    offered: float = field(default_factory=time.monotonic)
+    first: dict[Chunk, ChunkKV] = field(default_factory=dict)
+    """The KV for the first later place, which is stored in the end: where it is, all is."""
+
+
+class PlaceBuilder:
+    """Has chunks computed at places where they have no KV yet, one row of them at a time."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        scheduler: Scheduler,
+        background: Background,
+        *,
+        longest: int,
+    ) -> None:
+        """``longest`` is the most tokens that a row may have. All but ``offer`` and ``settle`` runs
+        in ``background``, which must be a single thread."""
+        self._loaded = loaded
+        self._store = store
+        self._scheduler = scheduler
+        self._background = background
+        self._longest = longest
+        self._waiting: dict[tuple[Chunk, ...], _Row] = {}
+        self._row: _Row | None = None
+        self._told = False
+        self._settled: list[Future[None]] = []
+
+    def offer(self, chunks: Sequence[Chunk], tenant: str) -> None:
+        """Have chunks that stand together, in a prompt or where they were created, computed behind
+        one another, as far as they lack KV at a place that others of them have before them.
+
+        Those that are offered last come first. A tenant's own chunks never stand before shared
+        ones. Returns at once; any thread may call it, and one that comes after the engine was
+        closed changes nothing.
+        """
+        with suppress(RuntimeError):  # the background's thread has ended
+            self._background(partial(self._guarded, partial(self._add, chunks, tenant)))
+
+    def settle(self) -> Future[None]:
+        """Return a future that is done once all that was offered is computed, or given up. Any
+        thread may call it."""
+        settled: Future[None] = Future()
+        self._background(partial(self._guarded, partial(self._settled.append, settled)))
+        return settled
+
+    def _guarded(self, change: Callable[[], None] = lambda: None) -> None:
+        """Change what is wanted or known, and go on. A row that fails is given up."""
+        try:
+            change()
+            self._go_on()
+        except EngineClosedError:
+            self._row = None
+            self._waiting.clear()
+            self._go_on()
+        except Exception:
+            logger.exception("Chunks could not be computed at other places.")
+            self._row = None
+            self._background(self._guarded)
+
+    def _add(self, chunks: Sequence[Chunk], tenant: str) -> None:
+        texts = dict.fromkeys(replace(chunk, place=0) for chunk in chunks if not chunk.contextual)
+        alike: defaultdict[tuple[tuple[int, ...], bool], list[Chunk]] = defaultdict(list)
+        for chunk in texts:
+            alike[chunk.prefix, chunk.shared].append(chunk)
+        for (_, shared), own in alike.items():
+            others = [chunk for chunk in texts if chunk.shared or not shared]
+            for row in self._rows(own, others, tenant):
+                self._waiting.pop(row.chunks, None)
+                self._waiting[row.chunks] = row
+        while len(self._waiting) > MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def _rows(self, own: Sequence[Chunk], others: Sequence[Chunk], tenant: str) -> list[_Row]:
+        """Divide those of a tenant's ``own`` chunks that lack KV into rows, and fill these up with
+        ``others``."""
+        places = range(1, min(len(others), ROW))
+        left = [
+            chunk
+            for chunk in own
+            if not all(self._has(replace(chunk, place=place), tenant) for place in places)
+        ]
+        rows = []
+        while left:
+            kept = self._row_of(left[:1], left[1:])
+            left = left[len(kept) :]
+            chunks = self._row_of(kept, [chunk for chunk in others if chunk not in kept])
+            if len(chunks) > 1:
+                ordered = (tuple(chunks[index] for index in each) for each in orders(len(chunks)))
+                rows.append(_Row(tuple(chunks), frozenset(kept), tenant, deque(ordered)))
+            elif places and not self._told:
+                self._told = True
+                logger.warning(
+                    "A chunk of %d tokens gets no KV for later places: behind another one it is"
+                    " longer than the model's window, or its KV takes more than %.0f%% of the"
+                    " chunk store. The policy row computes it in full; a larger disk_space or"
+                    " host_memory, or smaller chunks, mend that.",
+                    len(kept[0]),
+                    100 * MOST_ROOM,
+                )
+        return rows
+
+    def _row_of(self, begun: Sequence[Chunk], others: Sequence[Chunk]) -> list[Chunk]:
+        """Return a row that goes on with others, as many as it takes: by its length, and by what
+        the store has room for."""
+        room = self._store.largest_budget * MOST_ROOM
+        row = list(begun)
+        for chunk in others[: ROW - len(row)]:
+            tokens = len(chunk) + sum(map(len, row))
+            if (
+                len(chunk.prefix) + tokens > self._longest
+                or self._loaded.kv_bytes(tokens) * len(row) > room
+            ):
+                break
+            row.append(chunk)
+        return row
+
+    def _go_on(self) -> None:
+        """Have a row computed, unless one is under way."""
+        while self._row is None and self._waiting:
+            _, row = self._waiting.popitem()
+            self._begin_order(row)
+        if self._row is None:
+            for settled in self._settled:
+                settled.set_result(None)
+            self._settled.clear()
+
+    def _begin_order(self, row: _Row) -> None:
+        """Have the next order of a row computed that gives KV which is not stored. Nothing is
+        computed of chunks that may have been deleted so long ago that nobody would delete what
+        comes out."""
+        is_recent = time.monotonic() - row.offered < MOST_SECONDS
+        if not (is_recent or all(self._has(chunk, row.tenant) for chunk in row.kept)):
+            return
+        while row.left:
+            ordered = row.left.popleft()
+            if not all(self._has(chunk, row.tenant) for chunk in _placed(ordered, row.kept)):
+                self._compute(row, ordered)
+                return
+        for chunk, kv in row.first.items():
+            self._store.put(self._key(chunk, row.tenant), kv)
+
+    def _compute(self, row: _Row, ordered: tuple[Chunk, ...]) -> None:
+        request = CaptureRequest(
+            self._loaded,
+            [_reading(ordered)],
+            kind=ResultKind.BACKGROUND,
+            keep=itemgetter(0),
+            identity=None,
+            tenant=row.tenant,
+        )
+        computed = self._scheduler.enter(request).future
+        self._row = row
+        computed.add_done_callback(
+            lambda done: self._background(
+                partial(self._guarded, partial(self._note, row, ordered, done))
+            )
+        )
+
+    def _note(self, row: _Row, ordered: Sequence[Chunk], done: Future[tuple[ChunkKV, ...]]) -> None:
+        """Keep what one order of the row has given, and begin the next one."""
+        self._row = None
+        kvs = dict(zip(ordered[1:], done.result(), strict=True))
+        for chunk in _placed(ordered, row.kept):
+            kv = kvs[replace(chunk, place=0)]
+            if chunk.place == 1:
+                row.first[chunk] = kv
+            else:
+                self._store.put(self._key(chunk, row.tenant), kv)
+        self._begin_order(row)
+
+    def _has(self, chunk: Chunk, tenant: str) -> bool:
+        return self._store.tier_of(self._key(chunk, tenant)) is not None
+
+    def _key(self, chunk: Chunk, tenant: str) -> str:
+        return chunk_key(chunk, fingerprint=self._loaded.fingerprint, tenant=tenant)
+
+
+def _placed(ordered: Sequence[Chunk], kept: Set[Chunk]) -> list[Chunk]:
+    """Return those of the later chunks in this order that are kept, at their places in it."""
+    return [
+        replace(chunk, place=place)
+        for place, chunk in enumerate(ordered)
+        if place and chunk in kept
+    ]
+
+
+def _reading(chunks: Sequence[Chunk]) -> Reading:
+    tokens, spans = [*chunks[0].prefix], []
+    for chunk in chunks:
+        spans.append((len(tokens), len(tokens) + len(chunk)))
+        tokens += chunk.tokens
+    return Reading(np.array(tokens, dtype=np.int64), spans[1:], keeps_states=False)

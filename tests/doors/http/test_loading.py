@@ -1,0 +1,75 @@
+"""A server whose model is being loaded answers probes, and tells all others when to come again."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.loading import Loading
+from kvlinker.doors.http.edge.address import AddressError, bind, listen, url_of
+from kvlinker.doors.http.edge.loading import answering_while_loading
+from tests.waiting import PATIENCE
+
+
+def test_a_server_that_loads() -> None:
+    loading = Loading("a-model")
+    with closing(bind("127.0.0.1", 0)) as listener:
+        listen(listener)
+        with (
+            answering_while_loading(listener, loading, request_timeout=PATIENCE),
+            httpx.Client(base_url=url_of(listener), timeout=PATIENCE) as client,
+        ):
+            assert client.get("/live").json() == {"status": "alive"}
+            for probe in ("/health", "/ping"):
+                answer = client.get(probe)
+                assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+            loading.report("checking", 0.5)
+            refused = client.post("/v1/chat/completions", json={"messages": []})
+            assert refused.status_code == 503
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert refused.headers["x-kvlinker-refused"]
+            error = refused.json()["error"]
+            assert error["code"] == "model_loading"
+            assert error["message"].startswith("Loading a-model: checking, 60%, about ")
+            message = client.post("/v1/messages", json={}).json()
+            assert (message["type"], message["error"]["type"]) == ("error", "overloaded_error")
+
+
+def test_the_port_stays_open_for_the_next_server() -> None:
+    """A client that connects between the two waits, and is not refused."""
+    with closing(bind("127.0.0.1", 0)) as listener:
+        listen(listener)
+        for model in ("first", "second"):
+            with answering_while_loading(listener, Loading(model), request_timeout=PATIENCE):
+                text = httpx.get(f"{url_of(listener)}/v1/models", timeout=PATIENCE).text
+                assert f"Loading {model}" in text
+
+
+def test_loading_ends_with_the_error_of_the_load() -> None:
+    with closing(bind("127.0.0.1", 0)) as listener:
+        listen(listener)
+        with (
+            pytest.raises(KVLinkerError, match="no such model"),
+            answering_while_loading(listener, Loading("a"), request_timeout=PATIENCE),
+        ):
+            raise KVLinkerError("no such model")
+
+
+def test_a_port_that_another_process_took_meanwhile() -> None:
+    """Two may bind the same address as long as none listens."""
+    with closing(bind("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        with closing(bind("127.0.0.1", port)) as second:
+            listen(first)
+            with pytest.raises(AddressError, match=r"already in use.*Choose another --port"):
+                listen(second)
+
+
+def test_nothing_is_known_of_the_rest_at_the_beginning() -> None:
+    loading = Loading(str(Path("models") / "a"))
+    assert str(loading) == "Loading models/a: starting, 0%"
+    assert loading.seconds_left is None
