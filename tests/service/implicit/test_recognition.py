@@ -186,7 +186,8 @@ def test_pieces_were_seen_by_their_own_tenant_and_salt() -> None:
     assert recognizer.seen_before([one, two], tenant="bert") == set()
 
 
-def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> None:
+def test_it_takes_as_long_as_a_few_passes_over_the_characters() -> None:
+    """Some three milliseconds for ten thousand of them, on a processor of 2023."""
     reader = Reader()
     for number in range(300):
         reader.catalog.enter(document(f"k{number}"))
@@ -196,13 +197,15 @@ def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> No
     ]
     assert min(map(len, texts)) > 9000
     reader.found("load")
-    seconds = []
+    shares = []
     for text in (*texts, *texts):
         source = prompt(text)
         begun = time.thread_time()
+        sum(map(ord, text))
+        passed = time.thread_time()
         reader.recognizer.read([source], tenant="anna")
-        seconds.append((time.thread_time() - begun) / len(text) * 10_000)
-    assert min(seconds) < 0.003
+        shares.append((time.thread_time() - passed) / (passed - begun))
+    assert min(shares) < 10
 
 
 def test_paragraphs_are_told_at_their_first_sight() -> None:
