@@ -54,9 +54,9 @@ def agent_replays(
     for given, known in zip(chosen, (AGENTS, settings), strict=True):
         if unknown := set(given) - set(known):
             raise InvalidRequestError(f"{min(unknown)!r} is none of {', '.join(known)}.")
-    subject = setup.subject(policy=setup.settings.policy)
+    subject = setup.subject(policy=setup.settings.usual_policy)
     return run_agent_replays(
-        subject, *chosen, policy=setup.settings.policy, progress=setup.progress
+        subject, *chosen, policy=setup.settings.usual_policy, progress=setup.progress
     )
 
 

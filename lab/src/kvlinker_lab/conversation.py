@@ -48,7 +48,7 @@ def conversation(
     else: all that was said before is a chunk, cached beforehand. The chunks of new documents are
     computed on the way, where a request without reuse has a full prefill.
     """
-    named = policy or setup.settings.policy
+    named = policy or setup.settings.usual_policy
     subject = setup.subject(repeat=repeat, policy=named, turns=turns, turn_tokens=turn_tokens)
     workload = Workload(chunks, chunk_tokens, turn_tokens)
     return run_conversation(

@@ -28,6 +28,8 @@ from kvlinker.settings import Settings
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+    from kvlinker.llm import LLM
+
 LEAST_SECONDS = 60.0
 """The time that an engine has to serve, its start not counted, to be started again."""
 
@@ -90,11 +92,12 @@ def _serve_until_failure(
                 from kvlinker.doors.http.edge.connections import EngineServer, server_config
                 from kvlinker.doors.serving import builder_client, create_server
                 from kvlinker.llm import LLM
+                from kvlinker.quality.measuring import measuring
             llm = LLM.from_settings(
                 settings, builders=builder_client(settings), report=loading.report
             )
             app = create_server(llm, settings, provider)
-    policy = llm.default_policy().name
+    policy = llm.default_policy().name + _auto_state(llm)
     used = sum(tier.used_bytes for tier in llm.tiers() if tier.name == "disk")
     free = _free_space(settings, used)
     console.print(
@@ -109,9 +112,20 @@ def _serve_until_failure(
         drain=app.state.served.drain,
     )
     began = time.monotonic()
-    with announced(settings, url=url_of(listener), model=llm.model_name):
+    with announced(settings, url=url_of(listener), model=llm.model_name), measuring(llm):
         server.run()
     return time.monotonic() - began if server.engine_failed else None
+
+
+def _auto_state(llm: LLM) -> str:
+    """Say whether the default policy was measured, where it is chosen by that."""
+    auto = llm.policy_manager.auto
+    if auto is None:
+        return ""
+    if not auto.figures:
+        return " (auto: not measured with this model yet)"
+    found = ", ".join(f"{each.answer_kl:.3f} {each.policy}" for each in auto.figures)
+    return f" (auto: KL {found}; at most {auto.target:g})"
 
 
 def _free_space(settings: Settings, used: int) -> ByteSize:

@@ -36,6 +36,7 @@ from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.reading import ReadOptions, ReadPrompt
 from kvlinker.service.startup import Parts
 from kvlinker.service.workflows import WorkflowStep
+from kvlinker.settings import AUTO
 
 TAIL_TOKENS = 1024
 """The most tokens of a prompt's end that are decoded to find out how an answer begins."""
@@ -223,7 +224,7 @@ class PromptCalls(Parts):
             raise InvalidRequestError(
                 f"'order' is {order!r}, but must be 'given' or 'any'.", param="order"
             )
-        named = None if policy is None else as_policy(policy)
+        named = None if policy in (None, AUTO) else as_policy(policy)
         if named is not None:
             self.policy_manager.check(named)
         return ReadOptions(

@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.service.audit.policy_manager import PolicyManager, with_usable_policy
+from kvlinker.service.audit.policy_manager import PolicyManager
 from kvlinker.service.builders import BuilderClient, Builders
 from kvlinker.service.context_caches import ChunkTexts, ContextCaches
 from kvlinker.service.context_caches.building import Building
@@ -236,7 +236,6 @@ class Parts:
         self.preloading = Preloading(self.catalog, self.store, self.engine)
         started.callback(self.preloading.close)
         self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
-        settings = with_usable_policy(settings, self.engine)
         self.policy_manager = PolicyManager(
             settings,
             self.engine,

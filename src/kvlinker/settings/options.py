@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     max_answer_tokens: int | None
     max_calls: int | None
     policy: str | None
+    quality: Literal["high", "balanced", "fast"] | None
     generation_context: GenerationContext | str | None
     chunk_scores: bool | None
     state_inputs: bool | None

@@ -140,6 +140,9 @@ class ChunkKV:
     tokens: int = 0
     """The number of tokens of the chunk. It has to be given where no layer has KV."""
 
+    contexts: int = 1
+    """The number of contexts that the chunk was computed in; the KV is the mean over them."""
+
     def __post_init__(self) -> None:
         """Raises ValueError if neither layers nor ``tokens`` say how many tokens there are."""
         if self.layers:
@@ -181,6 +184,10 @@ class ChunkReader(Protocol):
         """The bytes that are read for all layers, as the tier keeps them."""
 
     @property
+    def contexts(self) -> int:
+        """The number of contexts that the chunk was computed in."""
+
+    @property
     def scores(self) -> ChunkScores | None:
         """The scores that are stored with the chunk."""
 
@@ -207,6 +214,24 @@ class ResidentForm:
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
         """Return a layer, given in its resident form, as it was computed, but for rounding."""
         return layer
+
+
+def mean_with(kv: ChunkKV, other: ChunkKV) -> ChunkKV:
+    """Return the mean over the contexts of both, where the first one's KV is. Both are as they were
+    computed: keys have no rotary embedding."""
+    contexts = kv.contexts + other.contexts
+    weight = other.contexts / contexts
+
+    def mean(index: int, layer: LayerKV) -> LayerKV:
+        others = other.layer(index).to(layer.key.device).parts
+        return LayerKV.of_parts(
+            [
+                torch.lerp(part.float(), second.float(), weight).to(part.dtype)
+                for part, second in zip(layer.parts, others, strict=True)
+            ]
+        )
+
+    return replace(changed(kv, mean), contexts=contexts)
 
 
 def changed(kv: ChunkKV, change: Callable[[int, LayerKV], LayerKV]) -> ChunkKV:

@@ -114,7 +114,9 @@ def reader(
         tokenizer or byte_level(), context=GenerationContext.ALONE, chat_template=template
     )
     engine: Any = None
-    policies = PolicyManager(load_settings(), engine, Events(), model="tiny", decode=str)
+    policies = PolicyManager(
+        load_settings(policy="row"), engine, Events(), model="tiny", decode=str
+    )
     catalog: Any = Catalog()
     recognizer = Recognizer(catalog, built.encoder, Events(), fingerprint="model")
     implicit, made_ahead = [_any(each) for each in (kept, ahead)]

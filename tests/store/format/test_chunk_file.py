@@ -187,6 +187,16 @@ def test_chunks_without_kv_say_how_many_tokens_they_have(path: Path) -> None:
     assert (opened.layers, opened.tokens, opened.nbytes) == (0, 12, 0)
 
 
+def test_a_mean_says_over_how_many_contexts_it_is(path: Path) -> None:
+    data = write(path, replace(chunk_kv(1), contexts=3))
+    read = read_chunk_file(path, KEY)
+    assert read.contexts == 3
+    assert same_kv(read, chunk_kv(1))
+    assert open_chunk(BufferSource(np.frombuffer(bytearray(data), np.uint8)), KEY).contexts == 3
+    write(path, chunk_kv(1))
+    assert read_chunk_file(path, KEY).contexts == 1
+
+
 def test_a_chunk_has_kv_or_tokens() -> None:
     with pytest.raises(ValueError, match="needs its number of tokens"):
         ChunkKV((), None, chunk_states(whole=True))
@@ -427,6 +437,8 @@ SENSELESS: list[Callable[[dict], object]] = [
     lambda h: h["__metadata__"].update(codec=["raw"]),
     lambda h: h["__metadata__"].update(dtype="F32"),
     lambda h: h["__metadata__"].update(dtype="I8"),
+    lambda h: h["__metadata__"].update(contexts="0"),
+    lambda h: h["__metadata__"].update(contexts="a few"),
     lambda h: h["layer.01.value"].update(shape=[2, 3, 1 << 40]),
     lambda h: {name: h[name] for name in reversed(h)},
     lambda h: {"__metadata__": h["__metadata__"]},

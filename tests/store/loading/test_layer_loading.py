@@ -61,7 +61,7 @@ class ScriptedReader:
             self.kv.nbytes,
             None,
         )
-        self.states = ()
+        self.contexts, self.states = 1, ()
         self.permits: threading.Semaphore | None = None
         self.asked = -1
         self.closed = 0

@@ -64,6 +64,7 @@ class Reader:
     def __init__(self, medium: Medium, copy: Copy, kv: ChunkKV) -> None:
         self._medium, self._copy, self._kv = medium, copy, kv
         self.layers, self.tokens, self.nbytes, self.scores = LAYERS, kv.tokens, kv.nbytes, None
+        self.contexts = 1
         self.states = ()
         self.closed = False
         self._reading = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -78,12 +79,34 @@ class PolicyObject(ResponseBody):
     parameters: list[Annotated[NumberParameter | ChoiceParameter, Field(discriminator="type")]]
 
 
+class MeasuredPolicy(ResponseBody):
+    """What was measured of a policy with the model, in the terms of ``bench quality``."""
+
+    policy: str
+    answer_kl: float
+    agreement: float
+    recomputed: float
+    prompts: int
+    tokens: int
+
+
+class ChosenPolicy(ResponseBody):
+    """How the default policy is chosen: the first of those ``measured`` whose ``answer_kl`` is at
+    most ``target``, else full."""
+
+    target: float
+    measured: list[MeasuredPolicy]
+    """From the cheapest; empty until they are measured."""
+
+
 class PolicyList(ResponseBody):
-    """All linking policies; ``default`` is the one for requests that name none."""
+    """All linking policies; ``default`` is the one for requests that name none, ``auto`` how that
+    is chosen, null where it is set."""
 
     object: Literal["list"]
     data: list[PolicyObject]
     default: str
+    auto: ChosenPolicy | None
 
 
 class ExplainRequest(RequestBody):
@@ -127,8 +150,16 @@ class PromptExplanation(LinkExplanation):
 async def list_policies(served: ServedModelParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
     data = [{"object": "policy", **policy} for policy in served.llm.policies()]
+    auto = served.llm.policy_manager.auto
     return JSONResponse(
-        {"object": "list", "data": data, "default": served.llm.default_policy(tenant).name}
+        {
+            "object": "list",
+            "data": data,
+            "default": served.llm.default_policy(tenant).name,
+            "auto": None
+            if auto is None
+            else {"target": auto.target, "measured": [asdict(each) for each in auto.figures]},
+        }
     )
 
 

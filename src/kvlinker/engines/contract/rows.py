@@ -13,8 +13,24 @@ from kvlinker.base.types.chunks import LAST_PLACE
 ROW = LAST_PLACE + 1
 """The most chunks in a row."""
 
+CONTEXTS = 4
+"""The most contexts whose mean the KV of a chunk at a place becomes: what the texts before it say
+is noise, which the mean over several has less of, and their number is the signal."""
 
-def orders(count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the orders in which ``count`` chunks are computed, as their indices: a circle, begun
-    with each of them, so that in as many orders each chunk stands at each place once."""
-    return tuple(tuple((begin + at) % count for at in range(count)) for begin in range(count))
+
+def circles(count: int) -> int:
+    """Return in how many circles ``count`` chunks are computed, each of which has other
+    neighbours."""
+    return min(CONTEXTS, count - 1)
+
+
+def orders(count: int, circle: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return the orders in which ``count`` chunks are computed, as their indices: the circle of
+    this number, begun with each of them, so that in as many orders each chunk stands at each place
+    once."""
+    around = [*range(count)]
+    if circle & 2:
+        around = around[::2] + around[1::2]
+    if circle & 1:
+        around.reverse()
+    return tuple((*around[begin:], *around[:begin]) for begin in range(count))

@@ -208,7 +208,7 @@ class EmbeddedEngine:
             longest=longest,
             with_scores=settings.chunk_scores and bool(loaded.layers),
         )
-        usual = parse_policy(settings.policy)
+        usual = parse_policy(settings.usual_policy)
         self._expects_places = usual.needs.places and loaded.unsupported(usual) is None
         self._places = PlaceBuilder(
             loaded, store, self.scheduler, self._background.submit, longest=longest

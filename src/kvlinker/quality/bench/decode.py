@@ -140,7 +140,7 @@ def decode(
     workload = (
         Workload(chunks, chunk_tokens, FRESH_TOKENS) if chunks else Workload(0, 1, context_tokens)
     )
-    linked_by = parse_policy(policy or setup.settings.policy).name if chunks else "full"
+    linked_by = parse_policy(policy or setup.settings.usual_policy).name if chunks else "full"
     subjects = setup.subjects(names(formats), repeat=repeat, steps=steps, policy=linked_by)
     plain = None if chunks else setup.transformer()
     return run_decode(

@@ -72,7 +72,7 @@ def certify(
     and InvalidRequestError for data that cannot be read, for a policy that computes everything, and
     for tiers whose codecs change chunks in several ways.
     """
-    parsed = parse_policy(settings.policy)
+    parsed = parse_policy(settings.usual_policy)
     if parsed.exact:
         raise InvalidRequestError(
             f"{parsed} computes everything: it needs no certificate. Give another policy.",

@@ -15,25 +15,13 @@ from kvlinker.service.audit.controller import QualityController
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings
 from kvlinker.service.audit.journal import AuditJournal
-from kvlinker.service.audit.ladder import make_ladder, usual_policy
+from kvlinker.service.audit.ladder import make_ladder
+from kvlinker.service.audit.measured import AutoPolicy
 from kvlinker.service.audit.pool import AuditPool
-from kvlinker.settings import Settings
+from kvlinker.settings import AUTO, Settings
 from kvlinker.store.catalog.audit import AuditLog
 
 logger = logging.getLogger(__name__)
-
-
-def with_usable_policy(settings: Settings, engine: Engine) -> Settings:
-    """Return the settings with a default policy that the engine can follow with its model, unless
-    one is set."""
-    if "policy" in settings.model_fields_set:
-        return settings
-    reason = engine.unsupported(parse_policy(settings.policy))
-    if reason is None:
-        return settings
-    policy = usual_policy(engine.unsupported).name
-    logger.info("Requests that name no policy get %s. %s", policy, reason)
-    return settings.model_copy(update={"policy": policy})
 
 
 class PolicyManager:
@@ -61,15 +49,22 @@ class PolicyManager:
         self.auditor: Auditor | None = None
         """Compares answers; None if no share of them is to be audited."""
 
+        self.auto: AutoPolicy | None = None
+        """Chooses the default policy; None if one is set."""
+
         self._engine = engine
-        self._configured = parse_policy(settings.policy)
-        name = settings.implicit_policy
-        self._implicit = None if name is None else parse_policy(name)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
             self._certified = CertifiedPolicies(settings, engine.fingerprint)
-            for policy in (self._configured, self._implicit or self._configured):
-                self._certified.check(policy)
+        self._configured = parse_policy(settings.usual_policy)
+        if settings.policy == AUTO:
+            self.auto = AutoPolicy(settings, engine.fingerprint, self._refusal)
+            if self.auto.candidates or self._certified is None:
+                self._configured = self.auto.policy
+        name = settings.implicit_policy
+        self._implicit = None if name is None else parse_policy(name)
+        for policy in (self._configured, self._implicit or self._configured):
+            self.check(policy)
         if settings.quality_target is not None:
             ladder = make_ladder(
                 self._configured, settings.quality_policies, unsupported=self._refusal
@@ -83,7 +78,9 @@ class PolicyManager:
                 texts = decode if settings.audit_log_text else None
                 journal = AuditJournal(settings.audit_log.expanduser(), model=model, decode=texts)
             steps = () if self.controller is None else self.controller.ladder.names
-            defaults = (each.name for each in (self._configured, self._implicit) if each)
+            candidates = () if self.auto is None else self.auto.candidates
+            usual = (self._configured, self._implicit, *candidates)
+            defaults = (each.name for each in usual if each)
             self._findings = Findings(events, AuditFigures((*defaults, *steps)), self.controller)
             self.auditor = Auditor(
                 engine,
@@ -94,11 +91,14 @@ class PolicyManager:
             )
 
     def default_policy(self, tenant: str, *, implicit: bool = False) -> Policy:
-        """Return the policy of the tenant's requests that name none: the one that is set, or the
-        one that keeps the quality target. ``implicit``: none of its chunks was named by id."""
+        """Return the policy of the tenant's requests that name none: the one that is set, that was
+        chosen for the model, or that keeps the quality target. ``implicit``: none of its chunks was
+        named by id."""
         if implicit and self._implicit is not None:
             return self._implicit
-        return self._configured if self.controller is None else self.controller.policy(tenant)
+        if self.controller is not None:
+            return self.controller.policy(tenant)
+        return self._configured if self.auto is None else self.auto.policy
 
     @property
     def needs_no_chunks(self) -> bool:
@@ -109,7 +109,7 @@ class PolicyManager:
         """
         if self._implicit is not None:
             return self._implicit.exact
-        return self.controller is None and self._configured.exact
+        return self.controller is None and self.auto is None and self._configured.exact
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that lacks its certificate, where certificates are

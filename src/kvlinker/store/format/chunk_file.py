@@ -8,10 +8,10 @@ the indexer keeps of the tokens. Before them, where the chunk has scores, lie ``
 ``scores.received`` and, where it was measured, ``scores.sensitivity``; and where layers keep a
 state, ``state.0000.mixed`` and so on, as they are under any codec. Where none has KV, there is no
 more. The metadata holds the format version, the chunk key, the codec, the dtype of what it decodes,
-the number of tokens where there is no KV, the rest of the scores as JSON, the xxh3_128 checksum of
-every tensor's bytes, and one over everything else in the header. The checksums find damage, not
-forgery: anybody who may write the files may also write matching checksums. Nothing in a file is
-ever unpickled.
+the number of tokens where there is no KV, that of contexts where the KV is the mean over several,
+the rest of the scores as JSON, the xxh3_128 checksum of every tensor's bytes, and one over
+everything else in the header. The checksums find damage, not forgery: anybody who may write the
+files may also write matching checksums. Nothing in a file is ever unpickled.
 
 Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and
 shape of what they become. Its checksum is that of the compressed bytes: nothing is decompressed
@@ -111,6 +111,7 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
         codec=codec,
         dtype=dtype,
         tokens=kv.tokens,
+        contexts=kv.contexts,
         contextualization=contextualization,
         rest=rest,
     )
@@ -158,7 +159,7 @@ def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) ->
     reader."""
     reader = open_chunk(source, key, sealing)
     layers = tuple(reader.read(layer) for layer in range(reader.layers))
-    return ChunkKV(layers, reader.scores, reader.states, reader.tokens)
+    return ChunkKV(layers, reader.scores, reader.states, reader.tokens, reader.contexts)
 
 
 def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
@@ -210,6 +211,11 @@ class EncodedChunk:
     def tokens(self) -> int:
         """The number of tokens that the chunk has."""
         return self._header.tokens
+
+    @property
+    def contexts(self) -> int:
+        """The number of contexts that it was computed in."""
+        return self._header.contexts
 
     @property
     def nbytes(self) -> int:
@@ -330,6 +336,7 @@ class TierReader:
         self._close = close
         self.layers = chunk.layers
         self.tokens = chunk.tokens
+        self.contexts = chunk.contexts
         self.nbytes = chunk.nbytes
         self.scores = chunk.scores
         self.states = chunk.states

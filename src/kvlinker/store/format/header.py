@@ -59,6 +59,7 @@ _SCORES = "scores"
 _CODEC = "codec"
 _DTYPE = "dtype"
 _TOKENS = "tokens"
+_CONTEXTS = "contexts"
 _KEY, _VALUE, _INDEX = "key", "value", "index"
 _LENGTH_BYTES = 8
 
@@ -126,6 +127,9 @@ class Header:
     tokens: int
     """The number of tokens that the chunk has."""
 
+    contexts: int
+    """The number of contexts that it was computed in."""
+
     @property
     def scores(self) -> list[Entry]:
         """The scores' tensors."""
@@ -149,11 +153,13 @@ def compose_header(
     codec: Codec,
     dtype: torch.dtype,
     tokens: int,
+    contexts: int,
     contextualization: Contextualization | None,
     rest: Rest = no_rest,
 ) -> bytes:
     """Return all bytes before the tensors, which follow one another; ``rest`` is called between
-    these. ``tokens`` is the number of tokens that the chunk has."""
+    these. ``tokens`` is the number of tokens that the chunk has, ``contexts`` that of the contexts
+    that it was computed in."""
     version = FORMAT_VERSION
     if any(tensor.compressed for tensor in tensors):
         version = COMPRESSED_VERSION
@@ -171,6 +177,8 @@ def compose_header(
     }
     if not has_kv:
         metadata[_TOKENS] = str(tokens)
+    if contexts > 1:
+        metadata[_CONTEXTS] = str(contexts)
     header: dict[str, Any] = {_METADATA: metadata}
     if contextualization is not None:
         metadata[_SCORES] = contextualization.to_json()
@@ -286,6 +294,7 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
         kv_dtypes()[metadata[_DTYPE]],
         Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None,
         _tokens(entries, metadata),
+        int(metadata.get(_CONTEXTS, 1)),
     )
     _check_layout(parsed)
     return parsed
@@ -321,6 +330,8 @@ def _check_layout(header: Header) -> None:
     end."""
     entries = header.entries
     scores, layers = header.scores, header.layers
+    if header.contexts < 1:
+        raise ValueError(f"it was computed in {header.contexts} contexts")
     known = ((),) if header.contextualization is None else (SCORE_NAMES, SCORE_NAMES[:-1])
     if tuple(entry.name for entry in scores) not in known:
         raise ValueError("the scores are not where they belong")

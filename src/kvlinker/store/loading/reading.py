@@ -160,7 +160,7 @@ class ChunkRead:
         if len(self._layers) < reader.layers:
             return None
         resident, stored = (
-            ChunkKV(layers, reader.scores, reader.states, reader.tokens)
+            ChunkKV(layers, reader.scores, reader.states, reader.tokens, reader.contexts)
             for layers in (
                 tuple(read.resident for read in self._layers),
                 tuple(read.stored for read in self._layers),

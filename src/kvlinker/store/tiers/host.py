@@ -141,6 +141,7 @@ class ResidentReader:
         self.layers = len(kv.layers)
         self.tokens = kv.tokens
         self.nbytes = kv.nbytes
+        self.contexts = kv.contexts
         self.scores = kv.scores
         self.states = kv.states
 

@@ -44,7 +44,7 @@ class GatedReader:
     def __init__(self, reader, tier):
         self._reader = reader
         self._tier = tier
-        self.layers, self.tokens = reader.layers, reader.tokens
+        self.layers, self.tokens, self.contexts = reader.layers, reader.tokens, reader.contexts
         self.nbytes, self.scores, self.states = reader.nbytes, reader.scores, reader.states
 
     def read(self, layer):

@@ -3,17 +3,19 @@ own."""
 
 import sys
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
 import torch
 
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
-from kvlinker.engines.contract.rows import ROW, orders
+from kvlinker.engines.contract.rows import ROW, circles, orders
 from kvlinker.engines.embedded.chunks.places import MOST_ROOM
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkKV
+from kvlinker.store.chunk_kv import LayerKV, mean_with
 from tests.engines.embedded.conftest import full_forward, random_tokens
 from tests.engines.embedded.execution.test_oracle import TOLERANCE, true_chunk_kv
 from tests.waiting import PATIENCE
@@ -22,6 +24,34 @@ KINDS = ["llama", "gemma3", "gpt_oss-sinks", "deepseek_v3-latents-interleaved"]
 """Full attention, windows, sinks, latents."""
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_context(monkeypatch):
+    """Tests of means ask for more."""
+    compute_in(monkeypatch, 1)
+
+
+def compute_in(monkeypatch, contexts):
+    """Has chunks computed in so many contexts at most."""
+    monkeypatch.setattr("kvlinker.engines.contract.rows.CONTEXTS", contexts)
+
+
+def passes_of(made, monkeypatch, failing=()):
+    """The texts that are computed from now on; the passes of these numbers fail, once."""
+    texts: list[tuple[int, ...]] = []
+    failing = list(failing)
+    enter = made.engine.scheduler.enter
+
+    def entered(request):
+        texts.append(tuple(request.sequence.tokens.tolist()))
+        if failing and len(texts) > failing[0]:
+            failing.pop(0)
+            raise RuntimeError("no more")
+        return enter(request)
+
+    monkeypatch.setattr(made.engine.scheduler, "enter", entered)
+    return texts
 
 
 def behind_header(*lengths, seed=0, shared=False):
@@ -70,11 +100,19 @@ def rest(made):
 
 
 @pytest.mark.parametrize("count", range(2, ROW + 1))
-def test_each_chunk_stands_at_each_place_once(count):
-    found = np.array(orders(count))
-    assert found.shape == (count, count)
-    for place in found.T:
-        assert set(place) == set(range(count))
+def test_each_chunk_stands_at_each_place_once_in_a_circle(count):
+    for circle in range(circles(count)):
+        found = np.array(orders(count, circle))
+        assert found.shape == (count, count)
+        for place in found.T:
+            assert set(place) == set(range(count))
+
+
+@pytest.mark.parametrize("count", range(3, ROW + 1))
+def test_chunks_have_other_neighbours_in_other_circles(count):
+    pairs = [(order[0], order[1]) for at in range(circles(count)) for order in orders(count, at)]
+    assert len(set(pairs)) >= 0.8 * len(pairs)
+    assert len({order for at in range(circles(count)) for order in orders(count, at)}) == len(pairs)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -91,6 +129,88 @@ def test_kv_at_a_place_is_that_of_the_models_own_pass_over_the_row(bench, family
             for layer, expected in zip(stored.layers, own[place].layers, strict=True):
                 for part, other in zip(layer.parts, expected.parts, strict=True):
                     torch.testing.assert_close(part, other, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def true_means(made, prompt):
+    """The mean of the model's own KV of each chunk at each place, over all circles, by its key."""
+    own: dict[str, ChunkKV] = {}
+    count = len(prompt.chunks)
+    for circle in range(circles(count)):
+        for order in orders(count, circle):
+            row = [prompt.chunks[index] for index in order]
+            computed = true_chunk_kv(made.loaded, prompt.with_chunks(row))
+            for place, (chunk, kv) in enumerate(zip(row, computed, strict=True)):
+                if place:
+                    at = key(made, replace(chunk, place=place))
+                    kv = ChunkKV(kv.layers)
+                    own[at] = mean_with(kv, own[at]) if at in own else kv
+    return own
+
+
+def assert_is_mean(made, prompt):
+    """The store has the mean over all contexts of each chunk at each place."""
+    for at, expected in true_means(made, prompt).items():
+        stored = made.store.get_computed(at)
+        assert stored.contexts == expected.contexts == circles(len(prompt.chunks))
+        for layer, its in zip(stored.layers, expected.layers, strict=True):
+            for part, other in zip(layer.parts, its.parts, strict=True):
+                torch.testing.assert_close(part, other, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_mean_counts_each_context_alike():
+    """As mean_with is also the oracle of the tests that follow."""
+    kvs = [
+        ChunkKV((LayerKV(torch.full((1, 2, 4), number), torch.full((1, 2, 4), -number)),))
+        for number in (1.0, 5.0, 9.0)
+    ]
+    mean = reduce(mean_with, kvs)
+    assert mean.contexts == 3
+    torch.testing.assert_close(mean.layers[0].key, torch.full((1, 2, 4), 5.0))
+    torch.testing.assert_close(mean.layers[0].value, torch.full((1, 2, 4), -5.0))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_kv_at_a_place_becomes_the_mean_over_other_orders(bench, monkeypatch, family):
+    compute_in(monkeypatch, 4)
+    made = bench(family, max_step_tokens=29)
+    prompt = behind_header(23, 31, 17)
+    computed_rows(made, prompt)
+    assert_is_mean(made, prompt)
+
+
+def test_means_go_on_where_they_were_cut_short(bench, monkeypatch):
+    """Also in another process, which sees from the KV how many contexts it has."""
+    compute_in(monkeypatch, 4)
+    made = bench()
+    prompt = behind_header(23, 31, 17, 11)
+    made.cache(prompt)
+    texts = passes_of(made, monkeypatch, failing=[2, 9])
+    for _ in range(3):
+        offered(made, prompt.chunks)
+    assert_is_mean(made, prompt)
+    count = len(texts)
+    made.engine._places._reached.clear()
+    offered(made, prompt.chunks)
+    offered(made, prompt.chunks)
+    assert len(texts) == count
+
+
+def test_rows_without_kv_come_before_means(bench, monkeypatch):
+    compute_in(monkeypatch, 4)
+    made = bench()
+    first, second = behind_header(23, 31, 17), behind_header(19, 29, 13, seed=1)
+    made.cache(first)
+    made.cache(second)
+    texts = passes_of(made, monkeypatch)
+    with made.held():
+        made.engine._places.offer(first.chunks, "default")
+        made.engine._places.offer(second.chunks, "default")
+    rest(made)
+    of_first = [text[: len(first.chunks[0].prefix)] == first.chunks[0].prefix for text in texts]
+    assert len(texts) == 2 * 2 * 3
+    assert sum(of_first[:6]) == 3
+    assert_is_mean(made, first)
+    assert_is_mean(made, second)
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,19 +17,22 @@ import numpy as np
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.contract.rows import ROW, orders
+from kvlinker.engines.contract.rows import ROW, circles, orders
 from kvlinker.engines.embedded.chunks.variants import Background
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.store import ChunkStore
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, mean_with
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
 """The most rows that wait to be computed; those that were wanted first are forgotten."""
+
+MOST_REACHED = 65_536
+"""The most chunks of which it is known how many contexts their KV has."""
 
 MOST_ROOM = 1 / 4
 """The most that the KV of a row, at all places, may take of the largest tier's budget: more would
@@ -49,12 +52,22 @@ class _Row:
     """Those whose KV is kept; the others only stand before them."""
 
     tenant: str
-    left: deque[tuple[Chunk, ...]]
-    """The orders that are not computed yet."""
+    circle: int = 0
+    """The number of the circle that is computed. The first gives each chunk KV at each place, later
+    ones make it the mean over as many contexts more."""
+
+    left: deque[tuple[Chunk, ...]] = field(default_factory=deque)
+    """The orders of the circle that are not computed yet."""
 
     offered: float = field(default_factory=time.monotonic)
     first: dict[Chunk, ChunkKV] = field(default_factory=dict)
-    """The KV for the first later place, which is stored in the end: where it is, all is."""
+    """A circle's KV for the first later place, which is stored in the end: where it is, all is."""
+
+    def begin(self, circle: int) -> None:
+        """Begin the circle of this number."""
+        count = len(self.chunks)
+        ordered = (tuple(self.chunks[at] for at in each) for each in orders(count, circle))
+        self.circle, self.left = circle, deque(ordered)
 
 
 class PlaceBuilder:
@@ -77,13 +90,16 @@ class PlaceBuilder:
         self._background = background
         self._longest = longest
         self._waiting: dict[tuple[Chunk, ...], _Row] = {}
+        self._later: OrderedDict[tuple[Chunk, ...], _Row] = OrderedDict()
+        self._reached: dict[str, int] = {}  # contexts, by key
         self._row: _Row | None = None
         self._told = False
         self._settled: list[Future[None]] = []
 
     def offer(self, chunks: Sequence[Chunk], tenant: str) -> None:
         """Have chunks that stand together, in a prompt or where they were created, computed behind
-        one another, as far as they lack KV at a place that others of them have before them.
+        one another, as far as they lack KV at a place that others of them have before them; and
+        when no chunk lacks any, in other orders, so that it becomes the mean over several contexts.
 
         Those that are offered last come first. A tenant's own chunks never stand before shared
         ones. Returns at once; any thread may call it, and one that comes after the engine was
@@ -107,6 +123,7 @@ class PlaceBuilder:
         except EngineClosedError:
             self._row = None
             self._waiting.clear()
+            self._later.clear()
             self._go_on()
         except Exception:
             logger.exception("Chunks could not be computed at other places.")
@@ -120,30 +137,41 @@ class PlaceBuilder:
             alike[chunk.prefix, chunk.shared].append(chunk)
         for (_, shared), own in alike.items():
             others = [chunk for chunk in texts if chunk.shared or not shared]
-            for row in self._rows(own, others, tenant):
+            places = range(1, min(len(others), ROW))
+            lacking, crude = [], []
+            for chunk in own:
+                if not all(self._has(replace(chunk, place=place), tenant) for place in places):
+                    lacking.append(chunk)
+                elif self._reached.get(self._key(chunk, tenant), 0) < circles(len(places) + 1):
+                    crude.append(chunk)
+            for row in self._rows(lacking, others, tenant):
+                row.begin(0)
                 self._waiting.pop(row.chunks, None)
                 self._waiting[row.chunks] = row
+            for row in self._rows(crude, others, tenant):
+                self._compute_later(row)
         while len(self._waiting) > MOST_WAITING:
             del self._waiting[next(iter(self._waiting))]
 
+    def _compute_later(self, row: _Row, *, first: bool = False) -> None:
+        """Have a row whose chunks have KV computed in other orders, when no other row lacks any.
+        Too many are forgotten, until they are offered again."""
+        if len(self._later) < MOST_WAITING:
+            self._later.setdefault(row.chunks, row)
+            if first:
+                self._later.move_to_end(row.chunks, last=False)
+
     def _rows(self, own: Sequence[Chunk], others: Sequence[Chunk], tenant: str) -> list[_Row]:
-        """Divide those of a tenant's ``own`` chunks that lack KV into rows, and fill these up with
-        ``others``."""
-        places = range(1, min(len(others), ROW))
-        left = [
-            chunk
-            for chunk in own
-            if not all(self._has(replace(chunk, place=place), tenant) for place in places)
-        ]
+        """Divide a tenant's ``own`` chunks into rows, and fill these up with ``others``."""
+        left = list(own)
         rows = []
         while left:
             kept = self._row_of(left[:1], left[1:])
             left = left[len(kept) :]
             chunks = self._row_of(kept, [chunk for chunk in others if chunk not in kept])
             if len(chunks) > 1:
-                ordered = (tuple(chunks[index] for index in each) for each in orders(len(chunks)))
-                rows.append(_Row(tuple(chunks), frozenset(kept), tenant, deque(ordered)))
-            elif places and not self._told:
+                rows.append(_Row(tuple(chunks), frozenset(kept), tenant))
+            elif len(others) > 1 and not self._told:
                 self._told = True
                 logger.warning(
                     "A chunk of %d tokens gets no KV for later places: behind another one it is"
@@ -175,25 +203,67 @@ class PlaceBuilder:
         while self._row is None and self._waiting:
             _, row = self._waiting.popitem()
             self._begin_order(row)
+        while self._row is None and self._later:
+            _, row = self._later.popitem(last=False)
+            self._begin_later_order(row)
         if self._row is None:
             for settled in self._settled:
                 settled.set_result(None)
             self._settled.clear()
 
-    def _begin_order(self, row: _Row) -> None:
-        """Have the next order of a row computed that gives KV which is not stored. Nothing is
-        computed of chunks that may have been deleted so long ago that nobody would delete what
-        comes out."""
+    def _is_wanted(self, row: _Row) -> bool:
+        """Return whether a row is computed: not of chunks that may have been deleted so long ago
+        that nobody would delete what comes out."""
         is_recent = time.monotonic() - row.offered < MOST_SECONDS
-        if not (is_recent or all(self._has(chunk, row.tenant) for chunk in row.kept)):
+        return is_recent or all(self._has(chunk, row.tenant) for chunk in row.kept)
+
+    def _begin_order(self, row: _Row) -> None:
+        """Have the next order of a row's first circle computed that gives KV which is not
+        stored."""
+        if not self._is_wanted(row):
             return
         while row.left:
             ordered = row.left.popleft()
             if not all(self._has(chunk, row.tenant) for chunk in _placed(ordered, row.kept)):
                 self._compute(row, ordered)
                 return
+        self._end_circle(row)
+
+    def _begin_later_order(self, row: _Row) -> None:
+        """Have the next order of a row's later circles computed, unless its chunks' KV has as many
+        contexts as the row gives them."""
+        if not self._is_wanted(row):
+            return
+        if not row.left:
+            contexts = self._contexts_of(row)
+            if not 0 < contexts < circles(len(row.chunks)):
+                return
+            row.begin(contexts)
+        self._compute(row, row.left.popleft())
+
+    def _end_circle(self, row: _Row) -> None:
+        """Store what the row's circle gave for the first later place, and have the next circle
+        computed later."""
         for chunk, kv in row.first.items():
-            self._store.put(self._key(chunk, row.tenant), kv)
+            self._keep(row, chunk, kv)
+        row.first.clear()
+        self._compute_later(row, first=row.circle > 0)
+
+    def _contexts_of(self, row: _Row) -> int:
+        """Return how many contexts the KV of the row's chunks has at the least, as far as it is
+        known from their first and last places; 0 where it was evicted."""
+        contexts = {
+            chunk: min(
+                0 if kv is None else kv.contexts
+                for place in (1, len(row.chunks) - 1)
+                for kv in [self._store.get(self._key(replace(chunk, place=place), row.tenant))]
+            )
+            for chunk in row.kept
+        }
+        if len(self._reached) > MOST_REACHED:
+            self._reached.clear()
+        self._reached |= {self._key(chunk, row.tenant): at for chunk, at in contexts.items()}
+        return min(contexts.values())
 
     def _compute(self, row: _Row, ordered: tuple[Chunk, ...]) -> None:
         request = CaptureRequest(
@@ -213,7 +283,8 @@ class PlaceBuilder:
         )
 
     def _note(self, row: _Row, ordered: Sequence[Chunk], done: Future[tuple[ChunkKV, ...]]) -> None:
-        """Keep what one order of the row has given, and begin the next one."""
+        """Keep what one order of the row has given, and begin the next one; in later circles, other
+        rows may come between."""
         self._row = None
         kvs = dict(zip(ordered[1:], done.result(), strict=True))
         for chunk in _placed(ordered, row.kept):
@@ -221,8 +292,25 @@ class PlaceBuilder:
             if chunk.place == 1:
                 row.first[chunk] = kv
             else:
-                self._store.put(self._key(chunk, row.tenant), kv)
-        self._begin_order(row)
+                self._keep(row, chunk, kv)
+        if not row.circle:
+            self._begin_order(row)
+        elif row.left:
+            self._compute_later(row, first=True)
+        else:
+            self._end_circle(row)
+
+    def _keep(self, row: _Row, chunk: Chunk, kv: ChunkKV) -> None:
+        """Store a chunk's KV at a place; in later circles the mean of it and what is stored, unless
+        that has this circle's context already, as after a circle that was cut short."""
+        key = self._key(chunk, row.tenant)
+        stored = self._store.get_computed(key) if row.circle else None
+        if stored is not None:
+            if stored.contexts > row.circle:
+                return
+            kv = mean_with(kv, stored)
+            self._store.delete(key)
+        self._store.put(key, kv)
 
     def _has(self, chunk: Chunk, tenant: str) -> bool:
         return self._store.tier_of(self._key(chunk, tenant)) is not None

@@ -236,7 +236,7 @@ def compared_policies(text: str | None, settings: Settings) -> list[str]:
     """Read policies with commas between; without any, take those that are compared by default,
     among them the one that requests have under these settings, and what it is the union of. Raises
     PolicyError for a bad one."""
-    usual = ",".join((settings.policy, *settings.policy.split(SIGN)))
+    usual = ",".join((settings.usual_policy, *settings.usual_policy.split(SIGN)))
     return policy_names(text or f"full,naive,{usual},legolink-16,attnlink-16,random-15")
 
 

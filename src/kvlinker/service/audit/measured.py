@@ -1,0 +1,119 @@
+"""What was measured of linking policies with one model, by which ``policy = "auto"`` chooses among
+them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlinker.linking import Policy, parse_policy
+from kvlinker.service.audit.certificate import conditions_of
+from kvlinker.service.audit.ladder import FULL, USUAL, usual_policy
+from kvlinker.settings import UNMEASURED, Settings
+from kvlinker.store.format.durability import replace_file
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "policies"
+"""The folder in the state directory that holds a file for each model that was measured."""
+
+TARGETS = {"high": 0.05, "balanced": 0.1, "fast": 0.2}
+"""The most that answers may differ, by ``quality``: the mean KL along the full computation's
+answer, in nats per token."""
+
+ROWS = ("row", UNMEASURED, "row+query-15-sensitive")
+"""The policies to choose from, cheapest first, where the engine has chunks at places in a row."""
+
+ALONE = (*USUAL, "query-15-sensitive")
+"""The policies to choose from elsewhere, as far as they are there."""
+
+_FINGERPRINT_CHARACTERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFigures:
+    """What was measured of a policy."""
+
+    policy: str
+    answer_kl: float
+    """The mean KL along the full computation's answers, in nats per token."""
+    agreement: float
+    """The share of these answers' tokens that both find the most likely."""
+    recomputed: float
+    """The share of chunks' tokens that were computed again."""
+    prompts: int
+    tokens: int
+    """The tokens of all answers."""
+
+
+class AutoPolicy:
+    """Chooses the cheapest policy that keeps the wanted quality with a model; until it is known
+    which one does, one that keeps it with many models."""
+
+    def __init__(
+        self, settings: Settings, fingerprint: str, refusal: Callable[[Policy], str | None]
+    ) -> None:
+        """Read what was measured before with the model of this ``fingerprint``, under the same
+        conditions; a file that is of others, or none, counts as none. ``refusal`` says why answers
+        cannot be given under a policy."""
+        for names in (ROWS, ALONE):
+            candidates = [parse_policy(name) for name in names]
+            self.candidates = tuple(each for each in candidates if refusal(each) is None)
+            """The policies to measure, the cheapest first."""
+            if self.candidates:
+                break
+        self.target = TARGETS[settings.quality]
+        unmeasured = parse_policy(UNMEASURED)
+        self._unmeasured = unmeasured if unmeasured in self.candidates else usual_policy(refusal)
+        self._said = {
+            "fingerprint": fingerprint,
+            "conditions": conditions_of(settings),
+            "candidates": [each.name for each in self.candidates],
+        }
+        self._path = settings.state_dir / FOLDER / f"{fingerprint[:_FINGERPRINT_CHARACTERS]}.json"
+        self._figures = _read(self._path, self._said)
+        self.policy = self._chosen()
+        """The policy of requests that name none."""
+
+    @property
+    def figures(self) -> tuple[PolicyFigures, ...]:
+        """What was measured of the candidates, in their order; empty if nothing was."""
+        return self._figures
+
+    def keep(self, figures: Sequence[PolicyFigures]) -> None:
+        """Choose by these figures of the candidates from now on, also after a restart."""
+        self._figures = tuple(figures)
+        self.policy = self._chosen()
+        logger.info(
+            "Requests that name no policy get %s: %s; wanted are at most %g. Set quality or policy"
+            " to change that.",
+            self.policy,
+            ", ".join(f"{each.policy} has a KL of {each.answer_kl:.3f}" for each in figures),
+            self.target,
+        )
+        content = self._said | {"figures": [asdict(each) for each in self._figures]}
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self._path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            logger.warning("The policies are measured again next time: %s", error)
+
+    def _chosen(self) -> Policy:
+        if not self._figures:
+            return self._unmeasured
+        kept = (each.policy for each in self._figures if each.answer_kl <= self.target)
+        return parse_policy(next(kept, FULL))
+
+
+def _read(path: Path, said: dict[str, Any]) -> tuple[PolicyFigures, ...]:
+    try:
+        content = json.loads(path.read_bytes())
+        if any(content[name] != value for name, value in said.items()):
+            return ()
+        return tuple(PolicyFigures(**each) for each in content["figures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()

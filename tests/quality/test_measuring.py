@@ -1,0 +1,110 @@
+"""Measuring the policies of ``auto`` with the engine that serves."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvlinker.base.errors import EngineClosedError
+from kvlinker.linking import parse_policy
+from kvlinker.llm import LLM
+from kvlinker.quality.measuring import TENANT, affordable_questions, measure_policies, measuring
+from kvlinker.settings import Settings
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _soon_and_little(monkeypatch):
+    """Rows in one context, of few questions, at once."""
+    monkeypatch.setattr("kvlinker.engines.contract.rows.CONTEXTS", 1)
+    monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 1)
+    monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 1)
+    monkeypatch.setattr("kvlinker.quality.measuring.IDLE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def llm(tmp_path):
+    with LLM(state_dir=tmp_path) as made:
+        yield made
+
+
+def test_policies_are_as_far_from_full_as_they_compute_less(llm):
+    names = ("naive", "query-40", "full")
+    naive, query, full = measure_policies(llm, [parse_policy(each) for each in names], questions=2)
+    assert naive.answer_kl > query.answer_kl > full.answer_kl
+    assert full.answer_kl < 1e-3
+    assert full.agreement > 0.9
+    assert naive.recomputed == 0
+    assert 0.3 < query.recomputed < 0.5
+    assert {each.prompts for each in (naive, query, full)} == {2}
+
+
+def test_rows_are_computed_before_and_nothing_is_left(llm):
+    before = {tier.name: tier.used_bytes for tier in llm.tiers()}
+    (row,) = measure_policies(llm, [parse_policy("row")], questions=1)
+    assert row.recomputed == 0
+    llm.store.flush()
+    assert {tier.name: tier.used_bytes for tier in llm.tiers()} == before
+    assert not llm.list_caches(tenant=TENANT).items
+
+
+def test_a_server_measures_once(tmp_path, monkeypatch):
+    settings = Settings(state_dir=tmp_path)
+    with LLM.from_settings(settings) as llm, measuring(llm):
+        wait_until(lambda: figures_of(llm))
+        chosen = llm.default_policy()
+    monkeypatch.setattr("kvlinker.quality.measuring.measure_policies", refused)
+    with LLM.from_settings(settings) as llm, measuring(llm):
+        assert figures_of(llm)
+        assert llm.default_policy() == chosen
+
+
+def test_a_server_whose_policy_is_set_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvlinker.quality.measuring.measure_policies", refused)
+    with LLM(state_dir=tmp_path, policy="row") as llm, measuring(llm):
+        assert llm.policy_manager.auto is None
+
+
+def figures_of(llm):
+    assert llm.policy_manager.auto is not None
+    return llm.policy_manager.auto.figures
+
+
+def refused(*_args, **_options):
+    raise AssertionError("it measures")
+
+
+def test_measuring_ends_with_the_server(tmp_path):
+    settings = Settings(state_dir=tmp_path)
+    with LLM.from_settings(settings) as llm:
+        with measuring(llm):
+            wait_until(
+                lambda: any(each.name == "kvlinker-measuring" for each in threading.enumerate())
+            )
+        wait_until(lambda: all(each.name != "kvlinker-measuring" for each in threading.enumerate()))
+        assert not figures_of(llm)
+
+
+def test_a_server_that_stops_meanwhile_has_no_error(tmp_path, caplog):
+    llm = LLM.from_settings(Settings(state_dir=tmp_path))
+    with measuring(llm):
+        wait_until(lambda: llm.current_load().running)
+        llm.close()
+        wait_until(lambda: all(each.name != "kvlinker-measuring" for each in threading.enumerate()))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(None, 8), (0.01, 8), (1.5, 6), (10.0, 2), (100.0, 2)]
+)
+def test_slow_engines_are_asked_less(monkeypatch, seconds, expected):
+    monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 8)
+    monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 2)
+    engine = SimpleNamespace(prefill_seconds=lambda tokens: seconds)
+    assert affordable_questions(SimpleNamespace(engine=engine)) == expected
+
+
+def test_what_a_request_fails_with_ends_the_measurement(llm):
+    llm.engine.close()
+    with pytest.raises(EngineClosedError):
+        measure_policies(llm, [parse_policy("naive")], questions=1)
