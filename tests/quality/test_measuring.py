@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -100,8 +101,8 @@ def test_a_server_that_stops_meanwhile_has_no_error(tmp_path, caplog):
 def test_slow_engines_are_asked_less(monkeypatch, seconds, expected):
     monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 8)
     monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 2)
-    engine = SimpleNamespace(prefill_seconds=lambda tokens: seconds)
-    assert affordable_questions(SimpleNamespace(engine=engine)) == expected
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(prefill_seconds=lambda tokens: seconds))
+    assert affordable_questions(llm) == expected
 
 
 def test_what_a_request_fails_with_ends_the_measurement(llm):

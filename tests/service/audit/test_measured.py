@@ -59,13 +59,10 @@ def test_the_same_figures_serve_each_quality(tmp_path):
 def test_figures_of_other_conditions_or_models_count_as_none(tmp_path):
     auto(tmp_path).keep(figures(0.01, 0.01, 0.01))
     assert auto(tmp_path).figures
-    for options in (
-        {"fingerprint": FINGERPRINT[:16] + "f" * 48},
-        {"system_prompt": "Answer briefly."},
-        {"disk_codec": "int4"},
-        {"refused": ("query",)},
-    ):
-        assert not auto(tmp_path, **options).figures
+    assert not auto(tmp_path, FINGERPRINT[:16] + "f" * 48).figures
+    assert not auto(tmp_path, system_prompt="Answer briefly.").figures
+    assert not auto(tmp_path, disk_codec="int4").figures
+    assert not auto(tmp_path, refused=("query",)).figures
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"figures": 3}', b"\xff"])
