@@ -124,7 +124,8 @@ def measure_policies(
 
     So many ``questions`` of each kind are asked; the kind on which a policy is further away counts.
     ``wait`` is called before each request, and may raise. What is computed is removed from the
-    store in the end. Raises what a request fails with.
+    store in the end; where that is not reached, the next call goes on from it. Raises what a
+    request fails with.
     """
     kinds = {
         "facts": [facts(EXAMPLES + 1 + number, LENGTHS[-1]) for number in range(questions)],
@@ -135,27 +136,25 @@ def measure_policies(
         question: [llm.builder.encode_chunk(passage) for passage in question.passages]
         for _, question in asked
     }
+    for several in kinds.values():
+        _cache(llm, [chunks[question] for question in several], policies, wait)
+    found: dict[tuple[Policy, str], list[_Compared]] = defaultdict(list)
+    for number, (kind, question) in enumerate(asked):
+        progress("asking", number, len(asked))
+        content: tuple[Chunk | str, ...] = (*chunks[question], question.question)
+        prompt = llm.builder.chat([ChatMessage("user", content)])
+        wait()
+        answer = _answer(llm, prompt)
+        for policy in policies:
+            wait()
+            found[policy, kind].append(_compare(llm, prompt, answer, policy))
     keys = with_places(
         chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=TENANT)
         for several in chunks.values()
         for chunk in several
     )
-    try:
-        for several in kinds.values():
-            _cache(llm, [chunks[question] for question in several], policies, wait)
-        found: dict[tuple[Policy, str], list[_Compared]] = defaultdict(list)
-        for number, (kind, question) in enumerate(asked):
-            progress("asking", number, len(asked))
-            content: tuple[Chunk | str, ...] = (*chunks[question], question.question)
-            prompt = llm.builder.chat([ChatMessage("user", content)])
-            wait()
-            answer = _answer(llm, prompt)
-            for policy in policies:
-                wait()
-                found[policy, kind].append(_compare(llm, prompt, answer, policy))
-    finally:
-        for key in keys:
-            llm.store.delete(key)
+    for key in keys:
+        llm.store.delete(key)
     return [_figures(policy.name, [found[policy, kind] for kind in kinds]) for policy in policies]
 
 
