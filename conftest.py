@@ -64,6 +64,10 @@ CORE = "not (matrix or whole)"
 IMPORTING = 0.2
 """The seconds that a test file takes beside its tests, about: to import it, and to collect them."""
 
+LOOP, LOOP_SECONDS = 1_000_000, 0.04
+"""The turns of an empty loop, and the seconds within which a processor of the usual speed takes
+them."""
+
 DEAREST = 10
 """The number of tests that are named when the budget is exceeded."""
 
@@ -162,6 +166,7 @@ class Clock:
         self._collected = 0
         self._session: pytest.Session | None = None
         self._began = time.monotonic()
+        self._slowness = _slowness()
         self._busy, self._own = _busy_seconds(), _own_seconds()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -199,7 +204,10 @@ class Clock:
         budget = self._config.option.budget
         if budget is None:
             return
-        line = f"{self._taken:.0f} s without other processes' time, of a budget of {budget:.0f} s"
+        line = (
+            f"{self._taken:.0f} s without other processes' time, on a processor of the usual speed,"
+            f" of a budget of {budget:.0f} s"
+        )
         terminalreporter.write_line(line, red=self._over, green=not self._over)
         if self._over:
             dearest = sorted(self._seconds.items(), key=itemgetter(1), reverse=True)[:DEAREST]
@@ -207,12 +215,13 @@ class Clock:
                 terminalreporter.write_line(f"{seconds:8.1f} s  {nodeid}")
 
     def _seconds_alone(self) -> float:
-        """Return the seconds that the session would have taken on an idle machine, about: what
-        other processes computed meanwhile is taken off, so that a busy machine fails no test."""
+        """Return the seconds that the session would have taken on an idle machine of the usual
+        speed, about: what other processes computed meanwhile is taken off, and a slow processor's
+        seconds count less, so that a busy or slow machine fails no session."""
         elapsed = time.monotonic() - self._began
         own = _own_seconds() - self._own
         others = max(0.0, _busy_seconds() - self._busy - own)
-        return elapsed - others / (os.cpu_count() or 1)
+        return (elapsed - others / (os.cpu_count() or 1)) / max(self._slowness, _slowness())
 
     def _record(self) -> None:
         recorded = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
@@ -226,6 +235,18 @@ class Clock:
             file: mine[file] for file in sorted(mine) if (ROOT / file).exists()
         }
         DURATIONS.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+def _slowness() -> float:
+    """Return how many times as long as one of the usual speed this processor takes for a loop, at
+    least 1."""
+    seconds = []
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(LOOP):
+            pass
+        seconds.append(time.thread_time() - began)
+    return max(1.0, min(seconds) / LOOP_SECONDS)
 
 
 def _busy_seconds() -> float:
