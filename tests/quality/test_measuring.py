@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.quality.measuring import TENANT, affordable_questions, measure_policies, measuring
@@ -96,13 +96,23 @@ def test_a_server_that_stops_meanwhile_has_no_error(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"), [(None, 8), (0.01, 8), (1.5, 6), (10.0, 2), (100.0, 2)]
+    ("seconds", "expected"), [(None, 8), (0.01, 8), (2.0, 6), (20.0, 2), (100.0, 2)]
 )
 def test_slow_engines_are_asked_less(monkeypatch, seconds, expected):
     monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 8)
     monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 2)
     llm: Any = SimpleNamespace(engine=SimpleNamespace(prefill_seconds=lambda tokens: seconds))
     assert affordable_questions(llm) == expected
+
+
+def test_a_model_without_a_chat_template_is_told_of_in_a_line(tmp_path, monkeypatch, caplog):
+    def chat(_builder, _messages):
+        raise InvalidRequestError("There is no chat template.")
+
+    monkeypatch.setattr("kvlinker.prompting.builder.PromptBuilder.chat", chat)
+    with LLM.from_settings(Settings(state_dir=tmp_path)) as llm, measuring(llm):
+        wait_until(lambda: "There is no chat template." in caplog.text)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_what_a_request_fails_with_ends_the_measurement(llm):

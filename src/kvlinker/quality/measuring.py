@@ -28,7 +28,6 @@ from kvlinker.quality.evaluation.contexts import ContextSplitter
 from kvlinker.quality.evaluation.datasets import load_dataset
 from kvlinker.quality.evaluation.datasets.facts import EXAMPLES, LENGTHS, facts
 from kvlinker.quality.evaluation.examples import Question
-from kvlinker.quality.progress import Progress, silent
 from kvlinker.service.audit.comparison import NextToken, agree, kl_divergence
 from kvlinker.service.audit.measured import PolicyFigures
 
@@ -77,6 +76,8 @@ def measuring(llm: LLM) -> Iterator[None]:
             auto.keep(measure_policies(llm, auto.candidates, questions=questions, wait=wait))
         except EngineClosedError:
             pass
+        except KVLinkerError as error:  # such as that of a model without a chat template
+            logger.warning("The policies of auto could not be measured: %s", error.message)
         except Exception:
             logger.exception("The policies of auto could not be measured.")
 
@@ -90,8 +91,8 @@ def measuring(llm: LLM) -> Iterator[None]:
 
 def affordable_questions(llm: LLM) -> int:
     """Return the number of questions of each kind that the engine can answer in time."""
-    seconds = llm.engine.prefill_seconds(TOKENS_PER_QUESTION // 64) or 0.0
-    affordable = SECONDS / (64 * seconds) if seconds else QUESTIONS
+    seconds = llm.engine.prefill_seconds(1000)
+    affordable = SECONDS * 1000 / (TOKENS_PER_QUESTION * seconds) if seconds else QUESTIONS
     return max(LEAST_QUESTIONS, min(QUESTIONS, int(affordable)))
 
 
@@ -117,7 +118,6 @@ def measure_policies(
     *,
     questions: int,
     wait: Callable[[], None] = lambda: None,
-    progress: Progress = silent,
 ) -> list[PolicyFigures]:
     """Measure how far answers under the ``policies`` are from those of the full computation, each
     token behind those that the full computation gave.
@@ -139,8 +139,7 @@ def measure_policies(
     for several in kinds.values():
         _cache(llm, [chunks[question] for question in several], policies, wait)
     found: dict[tuple[Policy, str], list[_Compared]] = defaultdict(list)
-    for number, (kind, question) in enumerate(asked):
-        progress("asking", number, len(asked))
+    for kind, question in asked:
         content: tuple[Chunk | str, ...] = (*chunks[question], question.question)
         prompt = llm.builder.chat([ChatMessage("user", content)])
         wait()

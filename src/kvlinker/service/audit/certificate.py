@@ -24,7 +24,8 @@ FOLDER = "certificates"
 RAW = "raw"
 """The codec that changes nothing."""
 
-_FINGERPRINT_CHARACTERS = 16
+FINGERPRINT_CHARACTERS = 16
+"""How much of a fingerprint files are named by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def lossy_codecs(settings: Settings) -> tuple[str, ...]:
 
 def certificate_path(state_dir: Path, fingerprint: str, policy: str) -> Path:
     """Return where the certificate of a policy with the model of this fingerprint is kept."""
-    return state_dir / FOLDER / f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-{policy}.json"
+    return state_dir / FOLDER / f"{fingerprint[:FINGERPRINT_CHARACTERS]}-{policy}.json"
 
 
 class CertifiedPolicies:
@@ -168,9 +169,7 @@ def _passed(state_dir: Path, fingerprint: str, conditions: Mapping[str, Any]) ->
     """Return the names of the policies that have a certificate for this model and these conditions,
     and passed."""
     found = []
-    for path in sorted(
-        (state_dir / FOLDER).glob(f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-*.json")
-    ):
+    for path in sorted((state_dir / FOLDER).glob(f"{fingerprint[:FINGERPRINT_CHARACTERS]}-*.json")):
         try:
             certificate = Certificate.read(path)
         except InvalidRequestError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.linking import Policy, parse_policy
-from kvlinker.service.audit.certificate import conditions_of
+from kvlinker.service.audit.certificate import FINGERPRINT_CHARACTERS, conditions_of
 from kvlinker.service.audit.ladder import FULL, USUAL, usual_policy
 from kvlinker.settings import UNMEASURED, Settings
 from kvlinker.store.format.durability import replace_file
@@ -30,8 +30,6 @@ ROWS = ("row", UNMEASURED, "row+query-15-sensitive")
 
 ALONE = (*USUAL, "query-15-sensitive")
 """The policies to choose from elsewhere, as far as they are there."""
-
-_FINGERPRINT_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +72,15 @@ class AutoPolicy:
             "conditions": conditions_of(settings),
             "candidates": [each.name for each in self.candidates],
         }
-        self._path = settings.state_dir / FOLDER / f"{fingerprint[:_FINGERPRINT_CHARACTERS]}.json"
-        self._figures = _read(self._path, self._said)
+        self._path = settings.state_dir / FOLDER / f"{fingerprint[:FINGERPRINT_CHARACTERS]}.json"
+        self.figures = _read(self._path, self._said)
+        """What was measured of the candidates, in their order; empty if nothing was."""
         self.policy = self._chosen()
         """The policy of requests that name none."""
 
-    @property
-    def figures(self) -> tuple[PolicyFigures, ...]:
-        """What was measured of the candidates, in their order; empty if nothing was."""
-        return self._figures
-
     def keep(self, figures: Sequence[PolicyFigures]) -> None:
         """Choose by these figures of the candidates from now on, also after a restart."""
-        self._figures = tuple(figures)
+        self.figures = tuple(figures)
         self.policy = self._chosen()
         logger.info(
             "Requests that name no policy get %s: %s; wanted are at most %g. Set quality or policy"
@@ -95,7 +89,7 @@ class AutoPolicy:
             ", ".join(f"{each.policy} has a KL of {each.answer_kl:.3f}" for each in figures),
             self.target,
         )
-        content = self._said | {"figures": [asdict(each) for each in self._figures]}
+        content = self._said | {"figures": [asdict(each) for each in self.figures]}
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self._path, json.dumps(content, indent=1).encode())
@@ -103,9 +97,9 @@ class AutoPolicy:
             logger.warning("The policies are measured again next time: %s", error)
 
     def _chosen(self) -> Policy:
-        if not self._figures:
+        if not self.figures:
             return self._unmeasured
-        kept = (each.policy for each in self._figures if each.answer_kl <= self.target)
+        kept = (each.policy for each in self.figures if each.answer_kl <= self.target)
         return parse_policy(next(kept, FULL))
 
 

@@ -195,6 +195,18 @@ def test_means_go_on_where_they_were_cut_short(bench, monkeypatch):
     assert len(texts) == count
 
 
+def test_rows_whose_kv_gets_no_more_contexts_are_given_up(bench, monkeypatch):
+    """As under a store that evicts it again and again: they would be computed for ever."""
+    compute_in(monkeypatch, 4)
+    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.mean_with", lambda kv, _stored: kv)
+    made = bench()
+    prompt = behind_header(23, 31, 17, 11)
+    made.cache(prompt)
+    texts = passes_of(made, monkeypatch)
+    offered(made, prompt.chunks)
+    assert len(texts) == 2 * 4
+
+
 def test_rows_without_kv_come_before_means(bench, monkeypatch):
     compute_in(monkeypatch, 4)
     made = bench()

@@ -231,12 +231,12 @@ class PlaceBuilder:
 
     def _begin_later_order(self, row: _Row) -> None:
         """Have the next order of a row's later circles computed, unless its chunks' KV has as many
-        contexts as the row gives them."""
+        contexts as the row gives them, or got none by the last circle, as where it was evicted."""
         if not self._is_wanted(row):
             return
         if not row.left:
             contexts = self._contexts_of(row)
-            if not 0 < contexts < circles(len(row.chunks)):
+            if not row.circle < contexts < circles(len(row.chunks)):
                 return
             row.begin(contexts)
         self._compute(row, row.left.popleft())
