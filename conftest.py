@@ -64,9 +64,10 @@ CORE = "not (matrix or whole)"
 IMPORTING = 0.2
 """The seconds that a test file takes beside its tests, about: to import it, and to collect them."""
 
-LOOP, LOOP_SECONDS = 1_000_000, 0.04
-"""The turns of an empty loop, and the seconds within which a processor of the usual speed takes
-them."""
+SUM, SUM_SECONDS = compile("x = 0\nfor i in range(1_000_000): x += i", "sum", "exec"), 0.065
+"""A sum, which calls and allocates as most of Python does (an empty loop does not: by it, a
+processor that is slow at calls passes for a fast one), and the seconds within which a processor of
+the usual speed computes it."""
 
 DEAREST = 10
 """The number of tests that are named when the budget is exceeded."""
@@ -238,15 +239,14 @@ class Clock:
 
 
 def _slowness() -> float:
-    """Return how many times as long as one of the usual speed this processor takes for a loop, at
+    """Return how many times as long as one of the usual speed this processor takes for a sum, at
     least 1."""
     seconds = []
     for _ in range(5):
         began = time.thread_time()
-        for _ in range(LOOP):
-            pass
+        exec(SUM, {})
         seconds.append(time.thread_time() - began)
-    return max(1.0, min(seconds) / LOOP_SECONDS)
+    return max(1.0, min(seconds) / SUM_SECONDS)
 
 
 def _busy_seconds() -> float:
