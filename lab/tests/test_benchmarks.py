@@ -33,6 +33,7 @@ from kvlinker_lab.overhead import run_overhead
 from kvlinker_lab.products import doubts, run_products
 from kvlinker_lab.serving import served
 from kvlinker_lab.steps import run_steps
+from kvlinker_lab.tool_calls import run_tool_calls, tasks
 from tests.toy_models import loaded_model, tiny_model
 
 
@@ -45,7 +46,7 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "agent-replays agents attention codecs contention conversation creation fleet handovers"
         " isolation memory neighbour overhead peers products recognition roofline router soak steps"
-        " store"
+        " store tool-calls"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -254,6 +255,24 @@ def test_agents_requests_are_replayed(subject):
     assert all(0 <= row["share"] < 1 for row in report.rows)
     *_, last = report.notes
     assert last.startswith("| aider | `auto` | 0% of ")
+
+
+def test_tools_are_called_under_every_policy(subject):
+    report = run_tool_calls(subject, ["naive", "full"], limit=2, offered=2)
+    full, naive = report.rows
+    assert (full["policy"], full["n"], full["same_call"], full["read"]) == ("full", 2, 1.0, 0.0)
+    assert (naive["policy"], naive["n"], naive["recomputed"]) == ("naive", 2, 0.0)
+    assert naive["read"] > 0.5
+
+
+def test_each_task_offers_the_tool_that_it_needs_behind_a_system_prompt_of_its_own():
+    several = list(tasks(32))
+    assert several == list(tasks(32))
+    for task in several:
+        asked = task.messages[1]["content"]
+        assert all(value in asked for value in task.arguments.values())
+        assert [tool["function"]["name"] for tool in task.tools].count(task.name) == 1
+    assert len({task.messages[0]["content"] for task in several}) > 20
 
 
 def test_an_agent_that_is_not_known_is_told():

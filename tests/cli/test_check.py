@@ -6,13 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
+from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from kvlinker.service.audit.measured import AutoPolicy, PolicyFigures
+from kvlinker.settings import load_settings
 from tests.toy_models import BASE, HYBRIDS, LATENT, YARN_ROPE
+
+FINGERPRINT = "0123456789abcdef" * 4
 
 
 def checked(folder: Path, kind: str, *options: str, **changes: Any) -> Result:
@@ -41,6 +47,31 @@ def test_a_model_whose_context_is_bounded(tmp_path: Path) -> None:
     assert "can be linked, in contexts of up to 512 tokens." in result.output
     assert "further on" in result.output
     assert re.search(r"A token's KV takes [\d,]+ bytes \(\w+\)\.", result.output)
+
+
+def test_what_a_server_measured_of_policies_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
+    result = checked(tmp_path / "model", "llama", **BASE)
+    assert "No policy was measured with it yet" in result.output
+    settings = load_settings(model=str(tmp_path / "model"))
+    remember_fingerprint(settings, FINGERPRINT)
+    AutoPolicy(settings, FINGERPRINT, lambda policy: None).keep(
+        [
+            PolicyFigures(name, kl, agreement=0.93, recomputed=share, prompts=8, tokens=100)
+            for name, kl, share in (
+                ("row", 0.07, 0.0),
+                ("row+query-5-sensitive", 0.03, 0.05),
+                ("row+query-15-sensitive", 0.02, 0.15),
+            )
+        ]
+    )
+    output = CliRunner().invoke(app, ["check", settings.model]).output
+    assert re.search(r"row\+query-5-sensitive +\S +0\.030 +\S +93% +\S +5\.0%", output)
+    assert output.endswith(
+        "With quality=high, requests that name no policy get row+query-5-sensitive.\n"
+    )
 
 
 def test_how_many_matrices_are_multiplied_in_8_bits(tmp_path: Path) -> None:

@@ -128,6 +128,29 @@ def check(
     typer.echo(f"Steps of few tokens are computed by {reason}.")
     if settings.weights == "int8":
         typer.echo(f"{multiplied_in_int8(transformer)}.")
+    _tell_measured(settings)
+
+
+def _tell_measured(settings: Settings) -> None:
+    """Write what a server has measured of the policies with the model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlinker.engines.contract.known_models import remembered_fingerprint
+    from kvlinker.service.audit.measured import TARGETS, cheapest, figures_kept
+
+    fingerprint = remembered_fingerprint(settings)
+    figures = () if fingerprint is None else figures_kept(settings, fingerprint)
+    if not figures:
+        typer.echo("No policy was measured with it yet: a server does that while it is idle.")
+        return
+    table = Table("policy", "mean KL to full", "agreement", "recomputed")
+    for each in figures:
+        shares = f"{each.agreement:.0%}", f"{each.recomputed:.1%}"
+        table.add_row(each.policy, f"{each.answer_kl:.3f}", *shares)
+    Console().print(table)
+    chosen = cheapest(figures, TARGETS[settings.quality])
+    typer.echo(f"With quality={settings.quality}, requests that name no policy get {chosen.name}.")
 
 
 @settings_options("engine")

@@ -199,6 +199,25 @@ def test_layers_have_their_own_colours_and_shades(shown: Watched, reading: Serve
     assert not shades(shown).any()
 
 
+def test_the_choice_of_the_servers_policy_is_explained(shown: Watched) -> None:
+    def measured(route: Any) -> None:
+        told = route.fetch().json()
+        told["auto"]["measured"] = [
+            {"policy": policy, "answer_kl": kl, "agreement": 0.9, "recomputed": 0, "prompts": 8}
+            for policy, kl in (("row", 0.0712), ("row+query-5-sensitive", 0.0321))
+        ]
+        route.fulfill(json=told)
+
+    meaning = shown.page.locator("#policy-meaning")
+    assert "Once the server has been idle" in str(meaning.text_content())
+    shown.page.route("**/v1/policies", measured)
+    shown.page.reload()
+    shown.page.wait_for_function("document.querySelector('#policy').length > 1")
+    told = str(meaning.text_content())
+    assert "by 0.071 with row, 0.032 with row+query-5-sensitive (mean KL" in told
+    assert "at most 0.05 is chosen" in told
+
+
 def test_policies_are_put_together_from_their_parameters(shown: Watched) -> None:
     offered = shown.page.locator("#policy option").all_text_contents()
     assert offered[0] == "the server's (row+query-5-sensitive)"

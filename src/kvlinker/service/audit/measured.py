@@ -67,13 +67,10 @@ class AutoPolicy:
         self.target = TARGETS[settings.quality]
         unmeasured = parse_policy(UNMEASURED)
         self._unmeasured = unmeasured if unmeasured in self.candidates else usual_policy(refusal)
-        self._said = {
-            "fingerprint": fingerprint,
-            "conditions": conditions_of(settings),
-            "candidates": [each.name for each in self.candidates],
-        }
-        self._path = settings.state_dir / FOLDER / f"{fingerprint[:FINGERPRINT_CHARACTERS]}.json"
-        self.figures = _read(self._path, self._said)
+        self._path, self._said = _path(settings, fingerprint), _said(settings, fingerprint)
+        figures = figures_kept(settings, fingerprint)
+        measured = [each.policy for each in figures] == [each.name for each in self.candidates]
+        self.figures = figures if measured else ()
         """What was measured of the candidates, in their order; empty if nothing was."""
         self.policy = self._chosen()
         """The policy of requests that name none."""
@@ -97,17 +94,30 @@ class AutoPolicy:
             logger.warning("The policies are measured again next time: %s", error)
 
     def _chosen(self) -> Policy:
-        if not self.figures:
-            return self._unmeasured
-        kept = (each.policy for each in self.figures if each.answer_kl <= self.target)
-        return parse_policy(next(kept, FULL))
+        return cheapest(self.figures, self.target) if self.figures else self._unmeasured
 
 
-def _read(path: Path, said: dict[str, Any]) -> tuple[PolicyFigures, ...]:
+def cheapest(figures: Sequence[PolicyFigures], target: float) -> Policy:
+    """Return the first policy whose answers differ by the ``target`` at most; full if none's do."""
+    kept = (each.policy for each in figures if each.answer_kl <= target)
+    return parse_policy(next(kept, FULL))
+
+
+def figures_kept(settings: Settings, fingerprint: str) -> tuple[PolicyFigures, ...]:
+    """Return what was measured with the model of this ``fingerprint`` under the conditions that the
+    settings make, the cheapest policy first; empty if nothing was, or it cannot be read."""
     try:
-        content = json.loads(path.read_bytes())
-        if any(content[name] != value for name, value in said.items()):
+        content = json.loads(_path(settings, fingerprint).read_bytes())
+        if any(content[name] != value for name, value in _said(settings, fingerprint).items()):
             return ()
         return tuple(PolicyFigures(**each) for each in content["figures"])
     except (OSError, ValueError, KeyError, TypeError):
         return ()
+
+
+def _path(settings: Settings, fingerprint: str) -> Path:
+    return settings.state_dir / FOLDER / f"{fingerprint[:FINGERPRINT_CHARACTERS]}.json"
+
+
+def _said(settings: Settings, fingerprint: str) -> dict[str, Any]:
+    return {"fingerprint": fingerprint, "conditions": conditions_of(settings)}

@@ -10,11 +10,13 @@ const STARTS = { percent: 15, tokens: 16 };
 
 let policies = [];
 let usual = ""; // the name of the server's own
+let auto = null; // how that is chosen, where it is
 
 export async function startPolicies() {
   const told = await get("v1/policies");
   policies = told.data.filter(policy => policy.supported);
   usual = told.default;
+  auto = told.auto;
   const before = by("policy").value;
   by("policy").replaceChildren(
     make("option", { value: "" }, `the server's (${told.default})`),
@@ -48,8 +50,16 @@ export function usePolicy(name) {
 function showParameters() {
   const name = by("policy").value;
   const policy = policies.find(each => each.name === name);
-  by("policy-meaning").textContent = policy ? policy.description : "";
+  by("policy-meaning").textContent = policy ? policy.description : name ? "" : choiceOfServer();
   by("parameters").replaceChildren(...(name === OTHER ? [nameField()] : (policy?.parameters || []).map(field)));
+}
+
+/** Say in a sentence why the server's own policy is the one that it is. */
+function choiceOfServer() {
+  if (!auto) return "";
+  if (!auto.measured.length) return "Once the server has been idle for a while, it measures the policies with this model, and chooses the cheapest that is near enough to the full computation.";
+  const figures = auto.measured.map(({ policy, answer_kl: kl }) => `${kl.toFixed(3)} with ${policy}`).join(", ");
+  return `Measured with this model, answers differ from the full computation's by ${figures} (mean KL of a token). The cheapest policy that differs by at most ${auto.target} is chosen, or else full.`;
 }
 
 function nameField() {
