@@ -29,6 +29,15 @@ def test_a_clients_id_is_kept(served: Served, subtests: pytest.Subtests) -> None
     assert served.get("/nowhere", headers={"X-Request-Id": "a/b"}).headers["x-request-id"] == "a/b"
 
 
+def test_anthropics_clients_find_the_id_where_they_look(served: Served) -> None:
+    body = ASKED["/v1/messages"]
+    headers = {"X-Request-Id": "mine-3", "anthropic-version": "2023-06-01"}
+    for failing in ({}, {"temperature": "hot"}):
+        answer = served.post("/v1/messages", body | failing, headers=headers)
+        assert answer.headers["request-id"] == "mine-3"
+    assert "request-id" not in served.post("/v1/messages", body).headers
+
+
 def test_the_log_has_a_clients_id(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvlinker"):
         served.get("/v1/models", headers={"X-Request-Id": "mine-2"})

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
+ANTHROPIC_HEADER, ANTHROPIC_ID_HEADER = "anthropic-version", "request-id"
+"""The header by which Anthropic's clients are known, and the one in which they look for the id."""
+
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """Matches the ids that clients may give: a word of the log, and of headers."""
 
@@ -216,6 +219,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = request_id_of(scope)
+                if ANTHROPIC_HEADER in Headers(scope=scope):
+                    headers[ANTHROPIC_ID_HEADER] = request_id_of(scope)
                 if ignored := scope["state"].get("ignored"):
                     headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
             await send(message)

@@ -13,6 +13,7 @@ from kvlinker.doors.http.edge.bodies import BodyLimits
 from kvlinker.doors.http.edge.draining import Drain, Draining
 from kvlinker.doors.http.edge.encodings import Compression
 from kvlinker.doors.http.edge.errors import (
+    ANTHROPIC_ID_HEADER,
     IGNORED_HEADER,
     REQUEST_ID_HEADER,
     RequestIds,
@@ -25,7 +26,13 @@ from kvlinker.settings import Settings
 BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
 """The methods that pages of other origins may use, where they may call the server at all (CORS)."""
 
-BROWSER_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After", "Server-Timing")
+BROWSER_HEADERS = (
+    REQUEST_ID_HEADER,
+    ANTHROPIC_ID_HEADER,
+    IGNORED_HEADER,
+    "Retry-After",
+    "Server-Timing",
+)
 """The headers of answers that these pages may read."""
 
 
