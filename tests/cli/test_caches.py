@@ -105,8 +105,13 @@ def test_rm(state: Path, stored: tuple[ContextCache, ...]) -> None:
 def test_rm_all(state: Path, stored: tuple[ContextCache, ...]) -> None:
     with closing(Catalog(state / "catalog.sqlite")) as catalog:
         catalog.responses.add(KeptResponse("resp_1", "{}", "[]", {}), "anna", now=0, ttl=9e9)
+    left = state / "chunks" / "prefixes" / "left-model"
+    left.mkdir(parents=True)
+    caches(state, "ls")
+    assert left.exists()
     removed = f"{len(stored)} removed\nkept answers: 1 removed\n"
     assert caches(state, "rm", "--all", "--yes").stdout == removed
+    assert not left.exists()
     assert len(caches(state, "ls").stdout.splitlines()) == 1
 
 

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -17,15 +18,24 @@ from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.prefixes import NAME, ProcessFolder, SpilledPrefixes, remove_left
+from kvlinker.store.prefixes import (
+    LEFT,
+    LEFT_SECONDS,
+    NAME,
+    ProcessFolder,
+    SpilledPrefixes,
+    remove_left,
+)
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 from tests.waiting import PATIENCE
 
 FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
-LEFT = 4
+ROOM = 4
 """The files for which there is room."""
+
+MODEL = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -35,7 +45,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def disk(tmp_path: Path, recorder: Recorder) -> DiskTier:
-    return DiskTier(tmp_path, LEFT * FILE_SIZE, recorder.events)
+    return DiskTier(tmp_path, ROOM * FILE_SIZE, recorder.events)
 
 
 @pytest.fixture
@@ -47,7 +57,7 @@ def store(disk: DiskTier, recorder: Recorder) -> Iterator[ChunkStore]:
 
 @pytest.fixture
 def spilled(store: ChunkStore) -> SpilledPrefixes:
-    spilled = store.keep_prefixes()
+    spilled = store.keep_prefixes(MODEL)
     assert spilled is not None
     return spilled
 
@@ -107,11 +117,11 @@ def test_prefixes_take_what_chunks_leave(
     assert not spilled.takes(chunk_kv(5).nbytes)
     add(spilled, 5)
     assert there(spilled, 5) == [False]
-    assert len(disk) == LEFT
+    assert len(disk) == ROOM
     disk.delete(key_of(10))
     add(spilled, 5)
     assert there(spilled, 5) == [True]
-    assert len(disk) == LEFT - 1
+    assert len(disk) == ROOM - 1
 
 
 def test_prefixes_leave_a_full_disk_first(
@@ -138,7 +148,7 @@ def test_lossy_codecs_are_not_used(tmp_path: Path, recorder: Recorder) -> None:
     kv = ChunkKV((LayerKV(torch.randn(2, 5, 32), torch.randn(2, 5, 32)),))
     for codec in ("int8", "int4"):
         disk = DiskTier(tmp_path / codec, 1 << 20, recorder.events, codec=find_codec(codec))
-        spilled = SpilledPrefixes(disk, recorder.events, Throttle())
+        spilled = SpilledPrefixes(disk, recorder.events, Throttle(), fingerprint=MODEL)
         assert spilled.add(key_of(0), kv)
         spilled.flush()
         assert same_kv(load(spilled, 0), kv)
@@ -148,7 +158,7 @@ def test_lossy_codecs_are_not_used(tmp_path: Path, recorder: Recorder) -> None:
 def test_prefixes_are_encrypted_like_chunks(tmp_path: Path, recorder: Recorder) -> None:
     disk = DiskTier(tmp_path, 1 << 20, recorder.events, sealing=Sealing(Cipher(bytes(32))))
     store = ChunkStore([HostTier(0, recorder.events), disk], recorder.events)
-    spilled = store.keep_prefixes()
+    spilled = store.keep_prefixes(MODEL)
     assert spilled is not None
     add(spilled, 0)
     (file,) = files(tmp_path)
@@ -179,11 +189,11 @@ def test_files_go_with_the_store(
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorder) -> None:
     root = tmp_path / NAME
-    killed = ProcessFolder(root)
+    killed = ProcessFolder(root, LEFT + MODEL)
     (killed.path / "file").touch()
     assert killed._descriptor is not None
     os.close(killed._descriptor)  # as the kernel does
-    running = ProcessFolder(root)
+    running = ProcessFolder(root, LEFT + MODEL)
     assert len(list(root.iterdir())) == 2
     ChunkStore(
         [HostTier(0, recorder.events), DiskTier(tmp_path, 1 << 20, recorder.events)],
@@ -194,6 +204,54 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
     running.close()
     assert list(root.iterdir()) == []
     remove_left(tmp_path / "nowhere")
+
+
+def test_the_next_process_with_the_model_takes_over_what_is_left(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    sealing = Sealing(Cipher(bytes(32)))
+
+    def opened(model: str) -> tuple[ChunkStore, SpilledPrefixes]:
+        disk = DiskTier(tmp_path, 1 << 20, recorder.events, sealing=sealing)
+        store = ChunkStore([HostTier(0, recorder.events), disk], recorder.events)
+        kept = store.keep_prefixes(model)
+        assert kept is not None
+        return store, kept
+
+    store, first = opened(MODEL)
+    assert first.note is None
+    add(first, 0, 1)
+    first.leave(b"what it is of")
+    store.close()
+    assert b"what it is of" not in b"".join(path.read_bytes() for path in tmp_path.rglob("note"))
+    store, other = opened("another")
+    assert (other.note, there(other, 0)) == (None, [False])
+    store.close()
+    store, second = opened(MODEL)
+    assert second.note == b"what it is of"
+    assert same_kv(load(second, 0), chunk_kv(0))
+    beside, third = opened(MODEL)
+    assert (third.note, there(third, 0)) == (None, [False]), "another process has it"
+    add(third, 2)
+    third.leave(b"of another")
+    beside.close()
+    second.leave(b"the later one stays")
+    store.close()
+    store, last = opened(MODEL)
+    assert (last.note, there(last, 0, 1, 2)) == (b"the later one stays", [True, True, False])
+    store.close()
+    assert list((tmp_path / NAME).iterdir()) == []
+
+
+def test_what_no_process_takes_over_is_removed(spilled: SpilledPrefixes, disk: DiskTier) -> None:
+    add(spilled, 0)
+    spilled.leave(b"")
+    remove_left(disk.directory)
+    (left,) = (disk.directory / NAME).iterdir()
+    old = time.time() - LEFT_SECONDS - 1
+    os.utime(left, (old, old))
+    remove_left(disk.directory)
+    assert list((disk.directory / NAME).iterdir()) == []
 
 
 def test_what_is_absent_is_known_without_the_disk(
@@ -209,6 +267,6 @@ def test_what_is_absent_is_known_without_the_disk(
 
 def test_without_a_disk_nothing_is_kept(recorder: Recorder) -> None:
     store = ChunkStore([HostTier(0, recorder.events)], recorder.events)
-    assert store.keep_prefixes() is None
+    assert store.keep_prefixes(MODEL) is None
     assert store.spilled_bytes == 0
     store.close()

@@ -70,7 +70,10 @@ def remove_caches(
     ] = None,
     metadata: MetadataPairs = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Remove all tenants' context caches and kept answers.")
+        bool,
+        typer.Option(
+            "--all", help="Remove all tenants' context caches, kept answers and beginnings."
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
 ) -> None:
@@ -89,6 +92,8 @@ def remove_caches(
                 for key in catalog.delete(cache_id, known[cache_id].tenant, time.time()):
                     store.delete(key)
         typer.echo(f"{len(wanted) - len(missing)} removed")
+        if everything:
+            store.forget_prefixes()
         if everything and (answers := catalog.responses.delete_all()):
             typer.echo(f"kept answers: {answers} removed")
         if missing:

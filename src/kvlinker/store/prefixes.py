@@ -1,5 +1,5 @@
 """Keeps the KV of prefixes on disk that an engine's pool gives up, until prompts begin with them
-again."""
+again, in the next process, too."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ from kvlinker.store.writer import BackgroundWriter
 NAME = "prefixes"
 """The name of the files' folder in the disk tier's, and of the tier that they are in events."""
 
+LEFT = "left-"
+"""What the name of a folder begins with that a process has left for the next one with its model."""
+
+LEFT_SECONDS = 7 * 24 * 3600.0
+"""The time after which such a folder is removed, if no process has taken it over."""
+
 WRITE_QUEUE_BYTES = 256 << 20
 """The most bytes that wait in memory to be written; what would exceed them is not kept."""
 
@@ -38,22 +44,28 @@ class SpilledPrefixes:
     encrypted like chunks.
 
     The files take what chunks leave of the disk tier's budget: no chunk is evicted for them, and
-    they go first, the least recently used of them before others. They end with the process, which
-    alone knows what they hold; so several processes that share a state directory do not see each
-    other's, and each counts its own.
+    they go first, the least recently used of them before others. Only the process knows what they
+    hold, until it leaves them with a note for the next one with the same model; so several
+    processes that share a state directory do not see each other's, and each counts its own.
 
     ``add`` leaves writing to a background thread, which gives way to computations. All methods may
     be called from any thread.
     """
 
     def __init__(
-        self, disk: DiskTier, events: Events, throttle: Throttle, speeds: Speeds | None = None
+        self,
+        disk: DiskTier,
+        events: Events,
+        throttle: Throttle,
+        speeds: Speeds | None = None,
+        *,
+        fingerprint: str,
     ) -> None:
-        """``speeds`` remembers how fast files are read. Raises StoreError if the folder cannot be
-        made."""
+        """``speeds`` remembers how fast files are read; ``fingerprint`` is the model's. Raises
+        StoreError if the folder cannot be made."""
         root = disk.directory / NAME
         try:
-            self._folder = ProcessFolder(root)
+            self._folder = ProcessFolder(root, LEFT + fingerprint)
         except OSError as error:
             raise StoreError(
                 f"The folder {root} cannot be used: {error}. Make it a folder that this user may"
@@ -61,6 +73,9 @@ class SpilledPrefixes:
             ) from error
         self._events = events
         self._tier = disk.beside(self._folder.path, NAME)
+        self.note = self._tier.read_note()
+        """What the process that left the files said of them; None if they are new."""
+
         self._writer = BackgroundWriter(self._tier, WRITE_QUEUE_BYTES, throttle, self._written)
         self._bandwidths = Bandwidths(speeds, {NAME: f"{disk.speed_name} {NAME}"})
         self._loader = LayerLoader(self._bandwidths)
@@ -101,8 +116,15 @@ class SpilledPrefixes:
         """Wait until all that was added is written or refused."""
         self._writer.flush()
 
+    def leave(self, note: bytes) -> None:
+        """Leave the files to the next process with the same model, which gets the ``note``. Raises
+        OSError; then, as without this call, ``close`` removes them."""
+        self.flush()
+        self._tier.write_note(note)
+        self._folder.leave()
+
     def close(self) -> None:
-        """Remove all files. Idempotent."""
+        """Remove all files that are not left. Idempotent."""
         self._loader.close()
         waiting = self._writer.keys()
         for key in waiting:
@@ -125,30 +147,48 @@ class ProcessFolder:
     """Keeps a folder for this process alone. It is locked as long as the process lives; the kernel
     unlocks it then, and the next process removes what a killed one has left."""
 
-    def __init__(self, root: Path) -> None:
-        """Make a folder in ``root``, which is made where it is missing. Raises OSError."""
+    def __init__(self, root: Path, left: str) -> None:
+        """Take over the folder of the name ``left`` in ``root``, or make one there; ``root`` is
+        made where it is missing. Raises OSError."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._left = root / left
         with _locked(root):
             self.path = Path(tempfile.mkdtemp(dir=root))
+            with suppress(OSError):
+                self._left.rename(self.path)
             self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
+    def leave(self) -> None:
+        """Give the folder the name under which the next process takes it over, instead of one that
+        was left before. Raises OSError."""
+        with _locked(self._left.parent):
+            shutil.rmtree(self._left, ignore_errors=True)
+            self.path.rename(self._left)
+        self._unlock()
+
     def close(self) -> None:
-        """Remove the folder with all that is in it. Idempotent."""
+        """Remove the folder with all that is in it, unless it was left. Idempotent."""
         if self._descriptor is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
-def remove_left(chunks: Path) -> None:
-    """Remove the files of processes that have ended, in the folder of a disk tier's chunks. Raises
-    nothing."""
+def remove_left(chunks: Path, older_than: float = LEFT_SECONDS) -> None:
+    """Remove the files of processes that have ended, in the folder of a disk tier's chunks: those
+    that were killed, and what was left for others that many seconds ago. Raises nothing."""
     root = chunks / NAME
     with suppress(OSError), _locked(root):
         for folder in root.iterdir():
             with suppress(OSError), _locked(folder, wait=False):
-                shutil.rmtree(folder, ignore_errors=True)
+                age = time.time() - folder.stat().st_mtime
+                if not folder.name.startswith(LEFT) or age >= older_than:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def rekey(
         lock.take_alone()
         change_key(database, old, new)
         database.compact()  # also if a run before this one was broken off in between
-        remove_left(chunks)
+        remove_left(chunks, older_than=0.0)  # nobody could read them any more
         try:
             return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
         except OSError as error:

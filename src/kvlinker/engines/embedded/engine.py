@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,8 @@ from kvlinker.store import ChunkStore, Speeds
 from kvlinker.store.memory.pinned import PinnedChunk
 from kvlinker.store.memory.resident import Residence
 
+logger = logging.getLogger(__name__)
+
 L = TypeVar("L", bound=PromptRequest)
 
 POOL_SHARE = 0.25
@@ -78,6 +81,9 @@ CPU_STEP_TOKENS = 256
 """The most tokens of a step on CPUs by default: as many as native code computes. Steps of 512 take
 6 to 10% more of the processors (SmolLM2-135M at 5,090 tokens, Qwen2.5-0.5B at 1,969, AVX-512), and
 requests that come meanwhile wait twice as long."""
+
+LEAVING_SECONDS = 5.0
+"""The time that writing beginnings of prompts for the next process may take."""
 
 LOADERS = 2
 """Threads that begin links and fetch chunks' KV. They never wait for other requests."""
@@ -164,8 +170,9 @@ class EmbeddedEngine:
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
         keeps_prefixes = settings.prefix_cache == "on"
         keeps_states = bool(loaded.anatomy.recurrences)
-        prefixes = store.keep_prefixes() if keeps_prefixes and not keeps_states else None
-        spill = None
+        prefixes = spill = None
+        if keeps_prefixes and not keeps_states:
+            prefixes = store.keep_prefixes(loaded.fingerprint)
         if prefixes is not None:
             spill = PoolSpill(
                 prefixes,
@@ -358,6 +365,11 @@ class EmbeddedEngine:
         if self._elsewhere is not None:
             self._elsewhere.close()
         self._loop.close()
+        if self._loop.sound:
+            try:
+                self.scheduler.leave_prefixes(LEAVING_SECONDS)
+            except OSError as error:
+                logger.warning("Beginnings of prompts end with this process: %s", error)
         self._grammars.close()
         self._loaders.shutdown()
         self._background.shutdown()

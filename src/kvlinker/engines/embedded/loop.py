@@ -127,6 +127,9 @@ class EngineLoop:
         self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
         """How long the last steps took, in order."""
 
+        self.sound = True
+        """False once it has failed: what it has computed last may be anything."""
+
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
 
     @property
@@ -151,6 +154,7 @@ class EngineLoop:
                 self._turn()
         except Exception:
             logger.exception("The engine failed; its requests are given up.")
+            self.sound = False
         finally:
             for request in self._scheduler.finish_all():
                 _tell(partial(request.fail, engine_closed()))

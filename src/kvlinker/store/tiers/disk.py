@@ -13,6 +13,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from blake3 import blake3
+
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import ChunkDamaged, Events
 from kvlinker.base.types.chunks import Eviction
@@ -29,7 +31,8 @@ from kvlinker.store.format.chunk_file import (
 )
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec, find_codec
 from kvlinker.store.format.compression import UnreadableHereError
-from kvlinker.store.format.encryption import NOT_SEALED, Sealing
+from kvlinker.store.format.durability import replace_file
+from kvlinker.store.format.encryption import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.next_uses import NextUses
@@ -39,6 +42,9 @@ from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.indexed_folder import IndexedFolder
 
 logger = logging.getLogger(__name__)
+
+NOTE = "note"
+"""The name of the file that ``write_note`` makes."""
 
 _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
 """Persistent read errors, such as for files that another user wrote: the chunk is better written
@@ -102,7 +108,7 @@ class DiskTier(IndexedFolder):
         lossless = COMPRESSED_RAW if self._codec.compresses else RAW
         guest = DiskTier(
             directory,
-            0,
+            self.budget_bytes,
             self._events,
             name=name,
             sealing=self._sealing,
@@ -160,6 +166,22 @@ class DiskTier(IndexedFolder):
                 self.refuse(key, nbytes, error)
                 return False
         return self.commit(key, temporary, nbytes)
+
+    def write_note(self, text: bytes) -> None:
+        """Keep a text beside the files, encrypted like them. Raises OSError."""
+        text = blake3(text).digest() + text
+        pieces = self._sealing.pieces(NOTE, len(text), [memoryview(text)])
+        replace_file(self.directory / NOTE, b"".join(pieces))
+
+    def read_note(self) -> bytes | None:
+        """Return the text that ``write_note`` kept; None where there is none that can be read."""
+        with suppress(OSError, EOFError, SealedDataError), ExitStack() as stack:
+            file = stack.enter_context(open_regular(self.directory / NOTE))
+            source = self._sealing.source(NOTE, FileSource(file))
+            text = source.read(0, source.size).tobytes()
+            digest, text = text[: blake3.digest_size], text[blake3.digest_size :]
+            return text if blake3(text).digest() == digest else None
+        return None
 
     def unused_for(self, seconds: float) -> frozenset[str]:
         """Return the keys of all files that no process has written or read for so long."""

@@ -50,6 +50,7 @@ class FakeSpill(PoolSpill):
     slow."""
 
     fingerprint = "model"
+    note = None
 
     def __init__(self, machine) -> None:
         self.machine = machine
@@ -66,6 +67,12 @@ class FakeSpill(PoolSpill):
 
     def contains(self, key) -> bool:
         return key in self.files
+
+    def flush(self) -> None:
+        """All is written at once."""
+
+    def leave(self, note) -> None:
+        self.note = note
 
     def restore(self, kv, first, last, slots) -> None:
         raise AssertionError("the tree copies nothing back")
@@ -206,6 +213,22 @@ class TreeMachine(RuleBasedStateMachine):
     def lose(self, data) -> None:
         """A file goes, since its room was needed."""
         del self.spill.files[data.draw(st.sampled_from(sorted(self.spill.files)))]
+
+    @rule()
+    def restart(self) -> None:
+        """The next process knows all that is on disk behind what is there, too."""
+        before = self.tree
+        before.leave(seconds=60)
+        kept, ahead = 0, list(before._roots.values())
+        while ahead:
+            node = ahead.pop()
+            if not len(node.own) or (node.stored and self.spill.contains(node.stored.key)):
+                kept += node.parent is not None
+                ahead += node.children.values()
+        self.allocator, self.holders = SlotAllocator(120), []
+        self.contents[:] = ""
+        self.tree = PrefixTree(self.allocator, self.spill)
+        assert len(self.tree) == kept
 
     @rule(full=st.booleans(), slow=st.booleans())
     def change(self, full, slow) -> None:

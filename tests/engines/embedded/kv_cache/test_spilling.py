@@ -14,6 +14,7 @@ from kvlinker.store import DiskTier
 from kvlinker.store.prefixes import SpilledPrefixes
 from tests.engines.embedded.conftest import random_tokens
 from tests.store.store_chunks import Recorder
+from tests.waiting import wait_until
 
 TOLERANCE = 1e-5
 CHUNK = Chunk(random_tokens(33, 7))
@@ -83,6 +84,82 @@ def test_a_conversation_goes_on_from_disk(bench, spilling, family, policy):
     spilled, restored = made.recorder.of(PrefixSpilled), made.recorder.of(PrefixRestored)
     assert sum(event.tokens for event in spilled) >= sum(event.tokens for event in restored) / 2 > 0
     assert made.store.spilled_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("llama", "full"),
+        ("llama", "legolink-4"),
+        ("llama", "query-10"),
+        ("gemma3", "naive"),
+        ("gpt_oss-sinks", "full"),
+        ("deepseek_v3-latents-interleaved", "legolink-4"),
+    ],
+)
+def test_the_next_process_goes_on_from_what_one_has_left(bench, spilling, family, policy):
+    made, cold = spilling(family, max_step_tokens=37), bench(family)
+    prompt = prompt_of(HEADER, QUESTION)
+    other = prompt_of(HEADER, MORE)
+    flood(made)
+    for asked in (other, prompt):
+        assert_alike(made.answer(asked, policy), cold.answer(asked, policy))
+    for stranger in ("third", "fourth"):
+        made.close()
+        made = spilling(family, max_step_tokens=37)
+        for asked in (prompt, other):
+            outcome = made.answer(asked, policy)
+            assert outcome.finished.usage.exact_cached_tokens == len(asked) - 1
+            assert_alike(outcome, cold.answer(asked, policy))
+        outcome, _ = made.submit(prompt, policy, stranger)
+        assert outcome.wait().finished.usage.exact_cached_tokens == 0
+    assert sum(event.tokens for event in made.recorder.of(PrefixRestored)) > 0
+
+
+def test_a_prompt_that_a_shutdown_cuts_off_goes_on_in_the_next_process(bench, spilling):
+    made, cold = spilling(max_step_tokens=16), bench()
+    prompt = Prompt((FreshSegment(random_tokens(200, 6)),))
+    with made.held():
+        outcome, _ = made.submit(prompt, "full")
+    wait_until(lambda: made.engine.current_load().running)
+    made.engine.close()
+    assert outcome.wait().failed is not None
+    made.store.close()
+    again = spilling().answer(prompt, "full")
+    assert 0 < again.finished.usage.exact_cached_tokens < len(prompt) - 1
+    assert_alike(again, cold.answer(prompt, "full"))
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone", "note damaged", "note gone", "another model"])
+def test_what_is_left_and_lost_is_computed(bench, spilling, tmp_path, harm):
+    made, cold = spilling(), bench()
+    prompt = prompt_of(HEADER, QUESTION)
+    made.answer(prompt, "legolink-4")
+    made.close()
+    (left,) = (tmp_path / "prefixes").iterdir()
+    name = "note" if "note" in harm else "*/*.safetensors"
+    for path in list(left.glob(name)):
+        if "gone" in harm:
+            path.unlink()
+        elif "damaged" in harm:
+            *others, last = path.read_bytes()
+            path.write_bytes(bytes([*others, last ^ 1]))
+    changes = {"changes": {"rms_norm_eps": 1e-3}} if harm == "another model" else {}
+    again, cold = spilling(**changes), bench(**changes)
+    outcome = again.answer(prompt, "legolink-4")
+    assert outcome.finished.usage.fresh_tokens >= len(HEADER) + len(QUESTION)
+    assert_alike(outcome, cold.answer(prompt, "legolink-4"))
+
+
+def test_an_engine_that_failed_leaves_nothing(spilling, tmp_path, monkeypatch):
+    made = spilling()
+    prompt = prompt_of(HEADER, QUESTION)
+    made.answer(prompt, "full")
+    monkeypatch.setattr(made.engine.scheduler, "next_step", lambda: 1 / 0)
+    outcome, _ = made.submit(prompt, "full")
+    assert outcome.wait().failed is not None
+    made.close()
+    assert list((tmp_path / "prefixes").iterdir()) == []
 
 
 def test_what_is_on_disk_is_written_once(spilling):

@@ -3,11 +3,14 @@ pool or on disk."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from itertools import count as counting
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +71,8 @@ class PrefixTree:
         # All others, parents after children: their KV is on disk, or was.
         self._spilled: dict[PrefixNode, None] = {}
         self._sweep_at = LEAST_SWEPT
+        if spill is not None and spill.note is not None:
+            self._recall(spill.fingerprint, spill.note)
 
     def __len__(self) -> int:
         return len(self._used) + len(self._spilled)
@@ -197,6 +202,66 @@ class PrefixTree:
                 break
             self._give_up(node)
         self._sweep()
+
+    def leave(self, seconds: float) -> None:
+        """Leave to the next process with the model what is on disk, or comes there within so many
+        ``seconds``, the last used first. Nothing may be asked of the tree any more. Raises
+        OSError."""
+        if self._spill is None:
+            return
+        until = time.monotonic() + seconds
+        for node in reversed(self._used):
+            if time.monotonic() > until:
+                break
+            if not self._write(node):
+                self._spill.flush()  # too much was waiting, maybe
+                self._write(node)
+        nodes: list[dict[str, Any]] = []
+        names: set[int] = set()
+        known: list[tuple[PrefixNode, int | None]] = [(root, None) for root in self._roots.values()]
+        while known:
+            node, parent = known.pop()
+            kept = node.stored
+            if len(node.own) and (kept is None or not self._spill.contains(kept.key)):
+                continue
+            known += [(child, len(nodes)) for child in node.children.values()]
+            names.update(node.chunk_names)
+            stored = None if kept is None else (kept.key, kept.first, kept.last)
+            arrays = {name: getattr(node, name).tolist() for name in ("items", "starts", "own")}
+            nodes.append({"parent": parent, "tenant": node.tenant, "stored": stored} | arrays)
+        chunks = [(name, self._chunks[name]) for name in names]
+        said = {"nodes": nodes, "chunks": chunks, "lengths": list(self._lengths)}
+        spill, self._spill = self._spill, None
+        spill.leave(json.dumps(_conditions(spill.fingerprint) | said).encode())
+
+    def _recall(self, fingerprint: str, note: bytes) -> None:
+        """Know what an earlier process has left, by its ``note``; nothing of one that computed
+        otherwise."""
+        said = json.loads(note)
+        if any(said[name] != value for name, value in _conditions(fingerprint).items()):
+            return
+        for name, (key, linked) in said["chunks"]:
+            self._chunks[name] = PathChunk(key, linked)
+            self._names[self._chunks[name]] = name
+        self._new_names = counting(min([*self._chunks, UNNAMED]) - 1, -1)
+        self._lengths.update(dict.fromkeys(said["lengths"]))
+        nodes: list[PrefixNode] = []
+        for each in said["nodes"]:
+            parent = None if each["parent"] is None else nodes[each["parent"]]
+            items, starts, own = (
+                np.array(each[name], np.int64) for name in ("items", "starts", "own")
+            )
+            stored = each["stored"] and StoredKV(*each["stored"])
+            tenant = each["tenant"]
+            node = PrefixNode(parent, items, starts, own, None, stored=stored, tenant=tenant)
+            nodes.append(node)
+            self._name_uses.update(node.chunk_names)
+            if parent is None:
+                node.spans = ()  # of roots, which have no KV
+                self._roots[tenant] = node
+            else:
+                parent.children[int(items[0])] = node
+        self._spilled.update((node, None) for node in reversed(nodes) if node.parent is not None)
 
     def _follow(self, tenant: str, items: Positions) -> list[Part]:
         """Return the nodes of a path's beginning, and how many items of each."""
@@ -395,3 +460,8 @@ class PrefixTree:
             node.expected_until = math.inf
             if node in self._used:
                 self._used.move_to_end(node)
+
+
+def _conditions(fingerprint: str) -> dict[str, str]:
+    """Return what the KV of a prefix depends on beside its path."""
+    return {"kvlinker": version("kvlinker"), "fingerprint": fingerprint}

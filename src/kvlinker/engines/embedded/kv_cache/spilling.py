@@ -58,6 +58,20 @@ class PoolSpill:
         """Return whether the KV is there."""
         return self._files.contains(key)
 
+    def flush(self) -> None:
+        """Wait until all is on disk."""
+        self._files.flush()
+
+    @property
+    def note(self) -> bytes | None:
+        """What an earlier process said of the KV that it left; None if there is none."""
+        return self._files.note
+
+    def leave(self, note: bytes) -> None:
+        """Leave the KV to the next process with the model, with a note of what it is of. Raises
+        OSError."""
+        self._files.leave(note)
+
     def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
         """Copy the tokens [first, last) of the KV into as many slots."""
         self._pool.write(kv, first, last, slots)

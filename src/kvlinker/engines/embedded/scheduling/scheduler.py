@@ -268,6 +268,12 @@ class Scheduler(RequestQueues):
         with self._lock:
             self._running.slots.keep_beginning(sequence_of(request))
 
+    def leave_prefixes(self, seconds: float) -> None:
+        """Leave the KV of prefixes to the next process, once no request is left; see
+        ``PrefixTree.leave``."""
+        with self._lock:
+            self._running.slots.prefixes.leave(seconds)
+
     def slots_of_its_own(self, request: Request) -> NDArray[np.int64]:
         """Return the slots that only this request holds."""
         with self._lock:
