@@ -257,8 +257,8 @@ def test_garbage_in_one_tenants_spilled_prefixes_changes_nothing_for_another(
     made: list[SpilledPrefixes] = []
     keep = ChunkStore.keep_prefixes
 
-    def kept(store: ChunkStore, fingerprint: str) -> SpilledPrefixes | None:
-        prefixes = keep(store, fingerprint)
+    def kept(store: ChunkStore, computation: str) -> SpilledPrefixes | None:
+        prefixes = keep(store, computation)
         assert prefixes is not None
         made.append(prefixes)
         return prefixes

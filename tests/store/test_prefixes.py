@@ -148,7 +148,7 @@ def test_lossy_codecs_are_not_used(tmp_path: Path, recorder: Recorder) -> None:
     kv = ChunkKV((LayerKV(torch.randn(2, 5, 32), torch.randn(2, 5, 32)),))
     for codec in ("int8", "int4"):
         disk = DiskTier(tmp_path / codec, 1 << 20, recorder.events, codec=find_codec(codec))
-        spilled = SpilledPrefixes(disk, recorder.events, Throttle(), fingerprint=MODEL)
+        spilled = SpilledPrefixes(disk, recorder.events, Throttle(), computation=MODEL)
         assert spilled.add(key_of(0), kv)
         spilled.flush()
         assert same_kv(load(spilled, 0), kv)
@@ -241,6 +241,47 @@ def test_the_next_process_with_the_model_takes_over_what_is_left(
     assert (last.note, there(last, 0, 1, 2)) == (b"the later one stays", [True, True, False])
     store.close()
     assert list((tmp_path / NAME).iterdir()) == []
+
+
+def test_files_without_a_note_and_old_ones_go(tmp_path: Path, recorder: Recorder) -> None:
+    def opened() -> tuple[ChunkStore, SpilledPrefixes]:
+        disk = DiskTier(tmp_path, 1 << 20, recorder.events)
+        store = ChunkStore([HostTier(0, recorder.events), disk], recorder.events)
+        kept = store.keep_prefixes(MODEL)
+        assert kept is not None
+        return store, kept
+
+    store, first = opened()
+    add(first, 0, 1)
+    first.leave(b"of two")
+    store.close()
+    path = next(path for path in files(tmp_path) if key_of(0) in path.name)
+    old = time.time() - LEFT_SECONDS - 1
+    os.utime(path, (old, old))
+    store, second = opened()
+    assert there(second, 0, 1) == [False, True], "not used for a week"
+    second.leave(b"of one")
+    store.close()
+    (note,) = tmp_path.rglob("note")
+    note.write_bytes(b"damage")
+    store, third = opened()
+    assert (third.note, files(tmp_path)) == (None, [])
+    store.close()
+
+
+def test_all_that_is_left_keeps_within_the_budget(tmp_path: Path, recorder: Recorder) -> None:
+    for number, model in enumerate(("one", "two", "three")):
+        disk = DiskTier(tmp_path, ROOM * FILE_SIZE, recorder.events)
+        store = ChunkStore([HostTier(0, recorder.events), disk], recorder.events)
+        kept = store.keep_prefixes(model)
+        assert kept is not None
+        add(kept, 0, 1)
+        kept.leave(b"")
+        store.close()
+        folder = tmp_path / NAME / f"{LEFT}{model}"
+        os.utime(folder, (time.time() - 10 + number,) * 2)
+    left = {folder.name for folder in (tmp_path / NAME).iterdir()}
+    assert left == {f"{LEFT}two", f"{LEFT}three"}, "the oldest goes"
 
 
 def test_what_no_process_takes_over_is_removed(spilled: SpilledPrefixes, disk: DiskTier) -> None:

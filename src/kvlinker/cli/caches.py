@@ -72,7 +72,11 @@ def remove_caches(
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Remove all tenants' context caches, kept answers and beginnings."
+            "--all",
+            help=(
+                "Remove all tenants' context caches and kept answers, and the beginnings of prompts"
+                " that stopped servers have left."
+            ),
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
@@ -87,13 +91,13 @@ def remove_caches(
         missing = [cache_id for cache_id in wanted if cache_id not in known]
         if everything and not yes:
             _confirm(len(wanted), settings.state_dir)
+        if everything:
+            store.forget_prefixes()
         for cache_id in wanted:
             if cache_id in known:
                 for key in catalog.delete(cache_id, known[cache_id].tenant, time.time()):
                     store.delete(key)
         typer.echo(f"{len(wanted) - len(missing)} removed")
-        if everything:
-            store.forget_prefixes()
         if everything and (answers := catalog.responses.delete_all()):
             typer.echo(f"kept answers: {answers} removed")
         if missing:

@@ -208,20 +208,20 @@ class ChunkStore(Inventory):
         self._events.publish(ChunkLookup(hit=False, tier="none"))
         return None
 
-    def keep_prefixes(self, fingerprint: str) -> SpilledPrefixes | None:
-        """Return the keeper of the KV of prefixes, computed with the model of this ``fingerprint``,
-        on the disk tier's disk, until the store is closed; None without such a tier. To be called
-        once, by the engine. Raises StoreError."""
+    def keep_prefixes(self, computation: str) -> SpilledPrefixes | None:
+        """Return the keeper of the KV of prefixes on the disk tier's disk, until the store is
+        closed; None without such a tier. ``computation`` identifies all that their KV depends on
+        beside prompts. To be called once, by the engine. Raises StoreError."""
         if self._disk is not None:
             self._prefixes = SpilledPrefixes(
-                self._disk, self._events, self.throttle, self._speeds, fingerprint=fingerprint
+                self._disk, self._events, self.throttle, self._speeds, computation=computation
             )
         return self._prefixes
 
     def forget_prefixes(self) -> None:
         """Remove the prefixes' KV that processes which have ended have left to others."""
         if self._disk is not None:
-            remove_left(self._disk.directory, older_than=0.0)
+            remove_left(self._disk.directory, older_than=-math.inf)
 
     @property
     def spilled_bytes(self) -> int:

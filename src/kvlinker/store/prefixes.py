@@ -4,6 +4,7 @@ again, in the next process, too."""
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
+from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.writer import BackgroundWriter
 
@@ -45,8 +47,9 @@ class SpilledPrefixes:
 
     The files take what chunks leave of the disk tier's budget: no chunk is evicted for them, and
     they go first, the least recently used of them before others. Only the process knows what they
-    hold, until it leaves them with a note for the next one with the same model; so several
-    processes that share a state directory do not see each other's, and each counts its own.
+    hold, until it leaves them, with a note, to the next one that computes alike; so several
+    processes that share a state directory do not see each other's, and each counts its own. Of
+    processes that compute alike, the one that ends last leaves its own.
 
     ``add`` leaves writing to a background thread, which gives way to computations. All methods may
     be called from any thread.
@@ -59,13 +62,13 @@ class SpilledPrefixes:
         throttle: Throttle,
         speeds: Speeds | None = None,
         *,
-        fingerprint: str,
+        computation: str,
     ) -> None:
-        """``speeds`` remembers how fast files are read; ``fingerprint`` is the model's. Raises
-        StoreError if the folder cannot be made."""
+        """``speeds`` remembers how fast files are read; ``computation`` identifies all that KV
+        depends on beside prompts. Raises StoreError if the folder cannot be made."""
         root = disk.directory / NAME
         try:
-            self._folder = ProcessFolder(root, LEFT + fingerprint)
+            self._folder = ProcessFolder(root, LEFT + computation)
         except OSError as error:
             raise StoreError(
                 f"The folder {root} cannot be used: {error}. Make it a folder that this user may"
@@ -74,8 +77,11 @@ class SpilledPrefixes:
         self._events = events
         self._tier = disk.beside(self._folder.path, NAME)
         self.note = self._tier.read_note()
-        """What the process that left the files said of them; None if they are new."""
+        """What the process that left the files said of them; None if there are none."""
 
+        unknown = self._tier.keys() if self.note is None else self._tier.unused_for(LEFT_SECONDS)
+        for key in unknown:
+            self._tier.delete(key)
         self._writer = BackgroundWriter(self._tier, WRITE_QUEUE_BYTES, throttle, self._written)
         self._bandwidths = Bandwidths(speeds, {NAME: f"{disk.speed_name} {NAME}"})
         self._loader = LayerLoader(self._bandwidths)
@@ -112,23 +118,38 @@ class SpilledPrefixes:
             self._loader.load(list(chunks.values()), Urgency(prefill=seconds))
         return [chunks[key].begun for key in keys]
 
-    def flush(self) -> None:
-        """Wait until all that was added is written or refused."""
-        self._writer.flush()
+    def touch(self, key: str) -> None:
+        """Note a use."""
+        self._tier.touch(key)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The bytes that all files may have."""
+        return self._tier.budget_bytes
+
+    def flush(self, deadline: float | None = None) -> None:
+        """Wait until all that was added is written or refused, or the ``deadline``, on the
+        monotonic clock, is over."""
+        self._writer.flush(deadline)
+
+    def drop_waiting(self) -> None:
+        """Do not write what waits for it."""
+        waiting = self._writer.keys()
+        for key in waiting:
+            self._writer.cancel(key)
 
     def leave(self, note: bytes) -> None:
-        """Leave the files to the next process with the same model, which gets the ``note``. Raises
-        OSError; then, as without this call, ``close`` removes them."""
-        self.flush()
+        """Leave the files to the next process that computes alike, which gets the ``note``. What
+        others have left goes, the oldest first, where all together exceed the budget. Raises
+        OSError; then, as without this call, ``close`` removes the files."""
         self._tier.write_note(note)
         self._folder.leave()
+        remove_left(self._folder.path.parents[1], most_bytes=self.budget_bytes)
 
     def close(self) -> None:
         """Remove all files that are not left. Idempotent."""
         self._loader.close()
-        waiting = self._writer.keys()
-        for key in waiting:
-            self._writer.cancel(key)
+        self.drop_waiting()
         self._writer.close(time.monotonic())
         self._folder.close()
 
@@ -154,18 +175,24 @@ class ProcessFolder:
         self._left = root / left
         with _locked(root):
             self.path = Path(tempfile.mkdtemp(dir=root))
-            with suppress(OSError):
+            self._descriptor: int | None = None
+            with suppress(OSError):  # nothing was left, or it is another user's
+                self._descriptor = _lock(self._left, wait=False)
                 self._left.rename(self.path)
-            self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if self._descriptor is None:
+                self._descriptor = _lock(self.path)
 
     def leave(self) -> None:
         """Give the folder the name under which the next process takes it over, instead of one that
         was left before. Raises OSError."""
-        with _locked(self._left.parent):
-            shutil.rmtree(self._left, ignore_errors=True)
+        root = self._left.parent
+        with _locked(root):
+            before = Path(tempfile.mkdtemp(dir=root))
+            with suppress(OSError):
+                self._left.rename(before)
             self.path.rename(self._left)
         self._unlock()
+        shutil.rmtree(before, ignore_errors=True)
 
     def close(self) -> None:
         """Remove the folder with all that is in it, unless it was left. Idempotent."""
@@ -175,29 +202,49 @@ class ProcessFolder:
 
     def _unlock(self) -> None:
         if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked process may have it, too
             os.close(self._descriptor)
             self._descriptor = None
 
 
-def remove_left(chunks: Path, older_than: float = LEFT_SECONDS) -> None:
+def remove_left(
+    chunks: Path, *, older_than: float = LEFT_SECONDS, most_bytes: float = math.inf
+) -> None:
     """Remove the files of processes that have ended, in the folder of a disk tier's chunks: those
-    that were killed, and what was left for others that many seconds ago. Raises nothing."""
+    that were killed, and what was left for others that many seconds ago, or before what already
+    takes ``most_bytes``. Raises nothing."""
     root = chunks / NAME
     with suppress(OSError), _locked(root):
-        for folder in root.iterdir():
+        for left_at, folder in sorted(
+            ((folder.stat().st_mtime, folder) for folder in root.iterdir()), reverse=True
+        ):
             with suppress(OSError), _locked(folder, wait=False):
-                age = time.time() - folder.stat().st_mtime
-                if not folder.name.startswith(LEFT) or age >= older_than:
+                is_left = folder.name.startswith(LEFT) and time.time() - left_at < older_than
+                if is_left and most_bytes < math.inf:
+                    most_bytes -= sum(status.st_size for _, status in ChunkFolder(folder).files())
+                if not is_left or most_bytes < 0:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: Path, *, wait: bool = True) -> int:
+    """Return a descriptor of the folder, which is locked. Raises OSError if the folder is missing,
+    or locked and not waited for."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
 def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Lock the folder for the time of the block. Raises OSError if it is missing, or locked and not
     waited for."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = _lock(folder, wait=wait)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def rekey(
         lock.take_alone()
         change_key(database, old, new)
         database.compact()  # also if a run before this one was broken off in between
-        remove_left(chunks, older_than=0.0)  # nobody could read them any more
+        remove_left(chunks, older_than=-math.inf)
         try:
             return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
         except OSError as error:

@@ -63,13 +63,17 @@ class BackgroundWriter:
                 return True
             if not self._takes(nbytes, key):
                 return False
-            self._queued[key] = _Write(key, kv, nbytes, adds_scores)
-            self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name=f"kvlinker-{self._tier.name}-writer", daemon=True
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter ends, and no thread begins any more
+                    return False
+                self._thread = thread
+            self._queued[key] = _Write(key, kv, nbytes, adds_scores)
+            self._changed.notify_all()
             return True
 
     def takes(self, nbytes: int) -> bool:
@@ -96,10 +100,12 @@ class BackgroundWriter:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._writing is None or self._writing.key != key)
 
-    def flush(self) -> None:
-        """Wait until everything queued is written or refused."""
+    def flush(self, deadline: float | None = None) -> None:
+        """Wait until everything queued is written or refused, or the ``deadline``, on the monotonic
+        clock, is over."""
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         with self._changed:
-            self._changed.wait_for(lambda: not self._queued and self._writing is None)
+            self._changed.wait_for(lambda: not self._queued and self._writing is None, seconds)
 
     def close(self, deadline: float | None = None) -> None:
         """Write the queued chunks, then end the thread. Those that are not written at ``deadline``,

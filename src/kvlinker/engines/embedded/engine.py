@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
@@ -51,6 +53,7 @@ from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, throughput_name
+from kvlinker.engines.embedded.verdicts import surroundings
 from kvlinker.linking import parse_policy
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -172,7 +175,8 @@ class EmbeddedEngine:
         keeps_states = bool(loaded.anatomy.recurrences)
         prefixes = spill = None
         if keeps_prefixes and not keeps_states:
-            prefixes = store.keep_prefixes(loaded.fingerprint)
+            computation = json.dumps([loaded.fingerprint, surroundings()], default=str).encode()
+            prefixes = store.keep_prefixes(blake3(computation).hexdigest(16))
         if prefixes is not None:
             spill = PoolSpill(
                 prefixes,
@@ -368,8 +372,8 @@ class EmbeddedEngine:
         if self._loop.sound:
             try:
                 self.scheduler.leave_prefixes(LEAVING_SECONDS)
-            except OSError as error:
-                logger.warning("Beginnings of prompts end with this process: %s", error)
+            except Exception:
+                logger.exception("Beginnings of prompts end with this process.")
         self._grammars.close()
         self._loaders.shutdown()
         self._background.shutdown()

@@ -116,6 +116,26 @@ def test_the_next_process_goes_on_from_what_one_has_left(bench, spilling, family
     assert sum(event.tokens for event in made.recorder.of(PrefixRestored)) > 0
 
 
+def test_what_was_used_last_is_left_where_there_is_little_room(spilling, tmp_path):
+    first = spilling()
+    first.answer(Prompt((FreshSegment(random_tokens(40, 6)),)), "full")
+    first.close()
+    (file,) = tmp_path.glob("prefixes/*/*/*.safetensors")
+    room = 3 * file.stat().st_size
+    file.unlink()
+    prompts = [Prompt((FreshSegment(random_tokens(40, seed)),)) for seed in range(10, 15)]
+    made = spilling(disk_bytes=room)
+    for prompt in prompts:
+        made.answer(prompt, "full", max_tokens=1)
+    made.answer(prompts[0], "full", max_tokens=1)
+    made.close()
+    made = spilling(disk_bytes=room)
+    usages = [made.answer(prompt, "full", max_tokens=1).finished.usage for prompt in prompts]
+    found = [usage.exact_cached_tokens == 39 for usage in usages]
+    assert (found[0], found[-1]) == (True, True), found
+    assert not all(found)
+
+
 def test_a_prompt_that_a_shutdown_cuts_off_goes_on_in_the_next_process(bench, spilling):
     made, cold = spilling(max_step_tokens=16), bench()
     prompt = Prompt((FreshSegment(random_tokens(200, 6)),))

@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from itertools import count as counting
 from typing import Any
 
@@ -72,7 +71,7 @@ class PrefixTree:
         self._spilled: dict[PrefixNode, None] = {}
         self._sweep_at = LEAST_SWEPT
         if spill is not None and spill.note is not None:
-            self._recall(spill.fingerprint, spill.note)
+            self._recall(spill.note)
 
     def __len__(self) -> int:
         return len(self._used) + len(self._spilled)
@@ -204,42 +203,63 @@ class PrefixTree:
         self._sweep()
 
     def leave(self, seconds: float) -> None:
-        """Leave to the next process with the model what is on disk, or comes there within so many
-        ``seconds``, the last used first. Nothing may be asked of the tree any more. Raises
-        OSError."""
-        if self._spill is None:
+        """Leave to the next process that computes alike what is on disk, or comes there within so
+        many ``seconds``, the last used first. The tree is of no use any more. Raises OSError."""
+        spill, deadline, tokens = self._spill, time.monotonic() + seconds, 0
+        if spill is None:
             return
-        until = time.monotonic() + seconds
         for node in reversed(self._used):
-            if time.monotonic() > until:
+            tokens += len(node.own)
+            if not spill.fits(tokens) or time.monotonic() > deadline:
                 break
             if not self._write(node):
-                self._spill.flush()  # too much was waiting, maybe
+                spill.flush(deadline)  # too much was waiting, maybe
                 self._write(node)
-        nodes: list[dict[str, Any]] = []
-        names: set[int] = set()
-        known: list[tuple[PrefixNode, int | None]] = [(root, None) for root in self._roots.values()]
-        while known:
-            node, parent = known.pop()
-            kept = node.stored
-            if len(node.own) and (kept is None or not self._spill.contains(kept.key)):
-                continue
-            known += [(child, len(nodes)) for child in node.children.values()]
-            names.update(node.chunk_names)
-            stored = None if kept is None else (kept.key, kept.first, kept.last)
-            arrays = {name: getattr(node, name).tolist() for name in ("items", "starts", "own")}
-            nodes.append({"parent": parent, "tenant": node.tenant, "stored": stored} | arrays)
-        chunks = [(name, self._chunks[name]) for name in names]
-        said = {"nodes": nodes, "chunks": chunks, "lengths": list(self._lengths)}
-        spill, self._spill = self._spill, None
-        spill.leave(json.dumps(_conditions(spill.fingerprint) | said).encode())
+        spill.flush(deadline)
+        spill.drop_waiting()
+        for node in self._used:  # the first used, and what stands last, is to go first there, too
+            if node.stored is not None:
+                spill.touch(node.stored.key)
+        self._spill = None
+        spill.leave(json.dumps(self._described(spill)).encode())
 
-    def _recall(self, fingerprint: str, note: bytes) -> None:
-        """Know what an earlier process has left, by its ``note``; nothing of one that computed
-        otherwise."""
+    def _described(self, spill: PoolSpill) -> dict[str, Any]:
+        """Describe the nodes whose KV, with all before it, is on disk, parents before children."""
+        known: list[tuple[PrefixNode, int | None]] = [(root, None) for root in self._roots.values()]
+        for number, (node, _) in enumerate(known):  # which grows meanwhile
+            known += [
+                (child, number)
+                for child in node.children.values()
+                if not len(child.own) or (child.stored and spill.contains(child.stored.key))
+            ]
+        used = set[int]()
+        for number in reversed(range(len(known))):
+            node, parent = known[number]
+            if parent is not None and (len(node.own) or number in used):
+                used |= {number, parent}
+        numbers = {number: place for place, number in enumerate(sorted(used))}
+        kept = [known[number] for number in numbers]
+        names = {name for node, _ in kept for name in node.chunk_names}
+        return {
+            "nodes": [
+                {
+                    "parent": None if parent is None else numbers[parent],
+                    "tenant": node.tenant,
+                    "stored": node.stored
+                    and (node.stored.key, node.stored.first, node.stored.last),
+                    "items": node.items.tolist(),
+                    "starts": node.starts.tolist(),
+                    "own": node.own.tolist(),
+                }
+                for node, parent in kept
+            ],
+            "chunks": [(name, self._chunks[name]) for name in names],
+            "lengths": list(self._lengths),
+        }
+
+    def _recall(self, note: bytes) -> None:
+        """Know what an earlier process has left, by its ``note``."""
         said = json.loads(note)
-        if any(said[name] != value for name, value in _conditions(fingerprint).items()):
-            return
         for name, (key, linked) in said["chunks"]:
             self._chunks[name] = PathChunk(key, linked)
             self._names[self._chunks[name]] = name
@@ -251,14 +271,19 @@ class PrefixTree:
             items, starts, own = (
                 np.array(each[name], np.int64) for name in ("items", "starts", "own")
             )
-            stored = each["stored"] and StoredKV(*each["stored"])
-            tenant = each["tenant"]
-            node = PrefixNode(parent, items, starts, own, None, stored=stored, tenant=tenant)
+            node = PrefixNode(
+                parent,
+                items,
+                starts,
+                own,
+                () if parent is None else None,
+                stored=each["stored"] and StoredKV(*each["stored"]),
+                tenant=each["tenant"],
+            )
             nodes.append(node)
             self._name_uses.update(node.chunk_names)
             if parent is None:
-                node.spans = ()  # of roots, which have no KV
-                self._roots[tenant] = node
+                self._roots[node.tenant] = node
             else:
                 parent.children[int(items[0])] = node
         self._spilled.update((node, None) for node in reversed(nodes) if node.parent is not None)
@@ -460,8 +485,3 @@ class PrefixTree:
             node.expected_until = math.inf
             if node in self._used:
                 self._used.move_to_end(node)
-
-
-def _conditions(fingerprint: str) -> dict[str, str]:
-    """Return what the KV of a prefix depends on beside its path."""
-    return {"kvlinker": version("kvlinker"), "fingerprint": fingerprint}

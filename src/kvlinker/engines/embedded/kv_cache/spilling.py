@@ -58,9 +58,22 @@ class PoolSpill:
         """Return whether the KV is there."""
         return self._files.contains(key)
 
-    def flush(self) -> None:
-        """Wait until all is on disk."""
-        self._files.flush()
+    def fits(self, tokens: int) -> bool:
+        """Return whether there is room on disk for the KV of so many tokens, if no other is
+        kept."""
+        return tokens * self._token_bytes <= self._files.budget_bytes
+
+    def touch(self, key: str) -> None:
+        """Note a use of the KV."""
+        self._files.touch(key)
+
+    def flush(self, deadline: float | None = None) -> None:
+        """Wait until all is on disk, or the ``deadline``, on the monotonic clock, is over."""
+        self._files.flush(deadline)
+
+    def drop_waiting(self) -> None:
+        """Keep no KV that is not on disk yet."""
+        self._files.drop_waiting()
 
     @property
     def note(self) -> bytes | None:
@@ -68,8 +81,8 @@ class PoolSpill:
         return self._files.note
 
     def leave(self, note: bytes) -> None:
-        """Leave the KV to the next process with the model, with a note of what it is of. Raises
-        OSError."""
+        """Leave the KV to the next process that computes alike, with a note of what it is of.
+        Raises OSError."""
         self._files.leave(note)
 
     def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
