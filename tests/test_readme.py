@@ -45,5 +45,9 @@ def test_the_client_of_a_server(tmp_path):
 def test_the_library(tmp_path, monkeypatch):
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path))
     program, shown = README_LIBRARY
-    for _ in range(2):
-        assert output_of(program) == shown, "a second run prints the same"
+    assert output_of(program) == shown
+    told = re.search(r"A second run ends with `(exact_cached_tokens=\d+)`", README)
+    assert told is not None
+    answer, usage = output_of(program).splitlines()
+    assert answer == shown.splitlines()[0]
+    assert usage.endswith(f", {told[1]})")
