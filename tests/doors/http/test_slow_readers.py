@@ -129,7 +129,7 @@ def test_clients_that_read_get_all(
     tmp_path: Path, lost: threading.Semaphore, at_once: bool
 ) -> None:
     with impatient(Answers(at_once=at_once), tmp_path, seconds=WAIT) as url:
-        assert len(httpx.get(f"{url}/").content) == len(PIECE) * PIECES
+        assert len(httpx.get(f"{url}/", timeout=WAIT).content) == len(PIECE) * PIECES
     assert not lost.acquire(blocking=False)
 
 
