@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.doors.http.edge.draining import Drain
-from kvlinker.doors.http.edge.errors import error_responses, note_ignored
+from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
 from kvlinker.doors.http.embedding_turns import EmbeddingTurns
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, ignored_paths
 from kvlinker.doors.http.metrics import Metrics
@@ -169,7 +169,7 @@ class AnthropicModels(ResponseBody):
 AnthropicVersion = Annotated[
     str | None,
     Header(
-        alias="anthropic-version",
+        alias=ANTHROPIC_HEADER,
         description="With it, models are described as Anthropic's API does.",
     ),
 ]
