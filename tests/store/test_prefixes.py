@@ -24,6 +24,7 @@ from kvlinker.store.prefixes import (
     NAME,
     ProcessFolder,
     SpilledPrefixes,
+    _locked,
     remove_left,
 )
 from kvlinker.store.throttle import Throttle
@@ -267,6 +268,18 @@ def test_files_without_a_note_and_old_ones_go(tmp_path: Path, recorder: Recorder
     store, third = opened()
     assert (third.note, files(tmp_path)) == (None, [])
     store.close()
+
+
+def test_a_left_folder_that_cannot_be_taken_over_is_let_be(tmp_path: Path) -> None:
+    left = tmp_path / NAME / f"{LEFT}{MODEL}"
+    (left / "kept").mkdir(parents=True)
+    with _locked(left):
+        folder = ProcessFolder(tmp_path / NAME, left.name)
+    assert (left / "kept").exists()
+    assert list(folder.path.iterdir()) == []
+    remove_left(tmp_path)
+    assert folder.path.exists(), "it is locked itself"
+    folder.close()
 
 
 def test_all_that_is_left_keeps_within_the_budget(tmp_path: Path, recorder: Recorder) -> None:

@@ -175,12 +175,10 @@ class ProcessFolder:
         self._left = root / left
         with _locked(root):
             self.path = Path(tempfile.mkdtemp(dir=root))
-            self._descriptor: int | None = None
-            with suppress(OSError):  # nothing was left, or it is another user's
-                self._descriptor = _lock(self._left, wait=False)
+            # Nothing may be left, or what another user or a process that still has it holds.
+            with suppress(OSError), _locked(self._left, wait=False):
                 self._left.rename(self.path)
-            if self._descriptor is None:
-                self._descriptor = _lock(self.path)
+            self._descriptor: int | None = _lock(self.path)
 
     def leave(self) -> None:
         """Give the folder the name under which the next process takes it over, instead of one that
