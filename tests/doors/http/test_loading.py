@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event
 
 import httpx
 import pytest
@@ -47,6 +50,36 @@ def test_the_port_stays_open_for_the_next_server() -> None:
             with answering_while_loading(listener, Loading(model), request_timeout=PATIENCE):
                 text = httpx.get(f"{url_of(listener)}/v1/models", timeout=PATIENCE).text
                 assert f"Loading {model}" in text
+
+
+def test_what_is_accepted_is_answered() -> None:
+    """However close to the end of a server a client connects."""
+    handovers, clients = 8, 8
+    answered, over = Event(), Event()
+    with closing(bind("127.0.0.1", 0)) as listener, ThreadPoolExecutor(clients) as threads:
+        listen(listener)
+        host, port = listener.getsockname()
+
+        def ask() -> None:
+            while not over.is_set():
+                connection = HTTPConnection(host, port, timeout=PATIENCE)
+                connection.request("GET", "/health")
+                assert connection.getresponse().status == 503
+                connection.close()
+                answered.set()
+
+        try:
+            asking = [threads.submit(ask) for _ in range(clients)]
+            for _ in range(handovers):
+                with answering_while_loading(listener, Loading("a"), request_timeout=PATIENCE):
+                    answered.clear()
+                    assert answered.wait(PATIENCE)
+            over.set()
+            with answering_while_loading(listener, Loading("a"), request_timeout=PATIENCE):
+                for each in asking:
+                    each.result()
+        finally:
+            over.set()
 
 
 def test_loading_ends_with_the_error_of_the_load() -> None:

@@ -33,7 +33,8 @@ FAILED_SECONDS = 1.0
 LEAST_READ_BYTES_PER_SECOND = 10_000
 """The rate below which a client reads too slowly, once the system's buffer for it is full."""
 
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
+"""How often a server that ends looks whether all have their answers."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,7 @@ class EngineServer(uvicorn.Server):
         if not self.engine_failed and not self._healthy():
             self.engine_failed = True
             self._end = now + FAILED_SECONDS
-            for listening in self.servers:
-                listening.close()
+            await stop_accepting(self)
             self.config.encoded_headers.append((b"connection", b"close"))
         return await super().on_tick(0 if self.engine_failed else counter) or (
             self.engine_failed and now >= self._end
@@ -132,14 +132,13 @@ class EngineServer(uvicorn.Server):
         level = logging.WARNING if drained.cut else logging.INFO
         logger.log(level, "Stopping: %d requests were finished, %d were cut off.", *drained)
         await self.lifespan.shutdown()
-        for listening in self.servers:
-            listening.close()
+        await stop_accepting(self)
         self._listener.close()
         soon = clock() + LAST_SECONDS
         while (self._sending() and clock() < max(deadline, soon)) or (
-            self._unanswered() and clock() < soon
+            unanswered(self) and clock() < soon
         ):
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -150,13 +149,28 @@ class EngineServer(uvicorn.Server):
             for connection in self.server_state.connections
         )
 
-    def _unanswered(self) -> bool:
-        """Return whether there are connections whose first request is on its way, or not answered
-        to its end."""
-        connections = [
-            each for each in self.server_state.connections if isinstance(each, TimedProtocol)
-        ]
-        return any(each.cycle is None or not each.cycle.response_complete for each in connections)
+
+async def stop_accepting(server: uvicorn.Server) -> None:
+    """Leave new connections to the next server on the socket; those that were accepted are open
+    when this returns. (asyncio drops connections that it has accepted but not yet opened when its
+    server is closed: the client's request would end without an answer.)"""
+    loop = asyncio.get_running_loop()
+    for listening in server.servers:
+        for each in listening.sockets:
+            loop.remove_reader(each.fileno())
+    await asyncio.sleep(0)  # which opens them
+    for listening in server.servers:
+        listening.close()
+    await asyncio.sleep(0)
+
+
+def unanswered(server: uvicorn.Server) -> bool:
+    """Return whether there are connections whose first request is on its way, or not answered to
+    its end."""
+    connections = [
+        each for each in server.server_state.connections if isinstance(each, TimedProtocol)
+    ]
+    return any(each.cycle is None or not each.cycle.response_complete for each in connections)
 
 
 def _end_at_once(number: int) -> None:

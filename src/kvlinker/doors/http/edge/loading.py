@@ -3,6 +3,7 @@ all others when to come again."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvlinker.base.errors import ModelLoadingError
 from kvlinker.base.loading import Loading
-from kvlinker.doors.http.edge.connections import server_config
-from kvlinker.doors.http.edge.draining import PROBES, REFUSED_HEADER, read_body
+from kvlinker.doors.http.edge.connections import (
+    POLL_SECONDS,
+    server_config,
+    stop_accepting,
+    unanswered,
+)
+from kvlinker.doors.http.edge.draining import LAST_SECONDS, PROBES, REFUSED_HEADER, read_body
 from kvlinker.doors.http.edge.errors import RequestIds, error_response
 
 USUAL_SECONDS = 5
@@ -33,7 +39,7 @@ def answering_while_loading(
     model. Requests that come at the block's end wait for the server that is next on the socket."""
     config = server_config(loading_app(loading), request_timeout=request_timeout)
     config.lifespan = "off"
-    server = uvicorn.Server(config)
+    server = _LoadingServer(config)
     thread = Thread(
         target=server.run, args=([listener.dup()],), name="kvlinker-loading", daemon=True
     )
@@ -43,6 +49,18 @@ def answering_while_loading(
     finally:
         server.should_exit = True
         thread.join(JOIN_SECONDS)
+
+
+class _LoadingServer(uvicorn.Server):
+    """A server that answers whatever it has accepted before it ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await stop_accepting(self)
+        clock = asyncio.get_running_loop().time
+        end = clock() + LAST_SECONDS  # for connections on which nothing comes
+        while unanswered(self) and clock() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        await super().shutdown(sockets)
 
 
 def loading_app(loading: Loading) -> ASGIApp:
