@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from kvlinker.doors.http.edge.address import bind
+from tests.engines.vllm.conftest import OPTIONS
 
 START_SECONDS = 600
 """The seconds that a server may take to start, on a machine that has much else to do."""
@@ -39,8 +40,8 @@ def vllm_serving(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [
         "--enforce-eager",
-        "--gpu-memory-utilization",
-        "0.05",
+        "--kv-cache-memory-bytes",
+        str(OPTIONS["kv_cache_memory_bytes"]),
         "--block-size",
         "32",
         *options,

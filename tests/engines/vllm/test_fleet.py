@@ -16,13 +16,12 @@ pytest.importorskip("ray")
 
 from kvlinker.engines.vllm.frontend.configuration import CPU_MEMORY_SHARE, shared_options
 from kvlinker.settings import load_settings
+from tests.engines.vllm.conftest import OPTIONS
 from tests.fleet.ray_serve.fleets import CHAT, START_SECONDS, RunningFleet, asked, started
 from tests.fleet.ray_serve.test_fleet import *  # noqa: F403
 from tests.fleet.ray_serve.test_fleet import KEYS, TEXTS
 from tests.fleet.ray_serve.test_scaling_fleet import ends_well
 from tests.waiting import wait_until
-
-OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 32}
 
 
 @pytest.fixture(scope="module")  # type: ignore[no-redef]
@@ -57,8 +56,8 @@ def test_engines_share_a_machine_without_gpus(fleet: RunningFleet) -> None:
     settings = load_settings(engine="vllm")
     parts = [shared_options(settings, number)["gpu_memory_utilization"] for number in (1, 4)]
     assert parts == [CPU_MEMORY_SHARE, CPU_MEMORY_SHARE / 4]
-    own = load_settings(engine="vllm", vllm_options=OPTIONS)
-    assert shared_options(own, 4) == OPTIONS
+    own = {"gpu_memory_utilization": 0.05}
+    assert shared_options(load_settings(engine="vllm", vllm_options=own), 4) == own
     for engine in engines(fleet):
         for worker in engine.children():
             assert "OMP_PROC_BIND" not in worker.environ()

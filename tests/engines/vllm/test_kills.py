@@ -25,6 +25,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.engines.vllm.conftest import OPTIONS
 from tests.programs import README_CLIENT, README_URL, output_of
 from tests.waiting import wait_until
 
@@ -50,7 +51,6 @@ START = (
     "from importlib import import_module; import_module('kvlinker.cli.serve').LEAST_SECONDS = 0.0; "
     "import_module('kvlinker.cli').app()"
 )
-OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 32}
 
 
 @contextmanager
@@ -81,6 +81,9 @@ def restarting_server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             yield found[1], psutil.Process(server.pid)
+        except BaseException:
+            logger.exception("The server's log ends: %s", log.read_text()[-5000:])
+            raise
         finally:
             server.terminate()
             server.wait(timeout=60)

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import Settings
+from tests.engines.vllm.conftest import OPTIONS
 from tests.toy_models import BASE
 
-OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 32}
 FEW_BLOCKS = OPTIONS | {"num_gpu_blocks_override": 1}
 """Options that vLLM takes, and with which its process finds no room for a prompt."""
 
