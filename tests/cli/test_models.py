@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
+from kvlinker.engines.contract.gguf_files import gguf_files
 from kvlinker.settings import BUNDLED_MODEL
 from tests.cli.hub import hub_of
 
@@ -26,7 +27,9 @@ REPOSITORIES = {
         "README.md": b"read me",
     },
     "org/old": {"config.json": b"{}", "pytorch_model.bin": b"x" * 300},
-    "org/small-GGUF": {"small.gguf": b"GGUF"},
+    "org/small-GGUF": {"small.gguf": b"GGUF", "mmproj-small.gguf": b"GGUF"},
+    "org/many-GGUF": {"small-Q4_0.gguf": b"x" * 40, "small-Q8_0.gguf": b"x" * 80},
+    "org/nothing": {"README.md": b"read me"},
 }
 
 
@@ -86,14 +89,31 @@ def test_pull_takes_pickled_weights_where_there_are_no_others(reached: None) -> 
     assert (Path(pulled.stdout.strip()) / "pytorch_model.bin").stat().st_size == 300
 
 
+def test_pull_takes_one_gguf_file(reached: None) -> None:
+    for model, name in (
+        ("org/small-GGUF", "small.gguf"),
+        ("org/many-GGUF:q8_0", "small-Q8_0.gguf"),
+    ):
+        assert gguf_files("org/many-GGUF") == ()
+        pulled = kvlinker("pull", model)
+        assert pulled.exit_code == 0, pulled.stderr
+        folder = Path(pulled.stdout.strip())
+        assert [path.name for path in folder.iterdir()] == [name]
+        assert gguf_files(model) == (folder / name,)
+    listed = kvlinker("models").stdout
+    assert "GGUF, damaged" in listed
+
+
 def test_models_that_cannot_be_pulled(
     reached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     for model, said in (
         ("org/none", "the hub has no model 'org/none'"),
-        ("org/small-GGUF", "org/small-GGUF is GGUF, which kvlinker does not read"),
+        ("org/many-GGUF", "org/many-GGUF has several GGUF files: small-Q4_0.gguf, small-Q8_0.gguf"),
+        ("org/many-GGUF:Q6_K", "org/many-GGUF has no GGUF file with 'Q6_K' in its name"),
+        ("org/nothing", "org/nothing is no model of transformers: it has no config.json, nor"),
         ("a/b/c", "'a/b/c' is no id of the hub"),
-        (tmp_path, "is a folder on this machine"),
+        (tmp_path, "is on this machine"),
     ):
         with subtests.test(str(model)):
             refused = kvlinker("pull", model)

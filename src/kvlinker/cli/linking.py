@@ -30,7 +30,7 @@ INDENTED = (0, 0, 0, 4)
 
 def check(
     model: Annotated[
-        str, typer.Argument(help="Local path or Hugging Face hub id.", metavar="MODEL")
+        str, typer.Argument(help="Folder, GGUF file or Hugging Face hub id.", metavar="MODEL")
     ],
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code that comes with the model.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +15,9 @@ import typer
 from pydantic import ByteSize
 from rich.table import Table
 
+from kvlinker.base.errors import ModelLoadError
 from kvlinker.cli.console import BAD_USAGE, FAILURE, INTERRUPTED, fail, output_console
+from kvlinker.engines.contract.gguf_files import SUFFIX, chosen_files, gguf_files, known_ggufs
 from kvlinker.engines.contract.model_place import CONFIG
 from kvlinker.settings.model import BUNDLED_MODEL
 
@@ -33,7 +35,8 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct.",
+            help="Hugging Face hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct; of a repository"
+            " with GGUF files with a part of the file's name: ID:Q4_K_M.",
             metavar="MODEL",
         ),
     ],
@@ -43,22 +46,34 @@ def pull(
     What is there already is not downloaded again, and a download that was interrupted goes on.
     HF_HOME says where the cache is, HF_TOKEN whose models may be read.
     """
-    if Path(model).is_dir():
-        raise fail(f"{model} is a folder on this machine: there is nothing to download", BAD_USAGE)
+    if Path(model).exists():
+        raise fail(f"{model} is on this machine: there is nothing to download", BAD_USAGE)
     folder = download(model)
+    files = _ggufs(model) or tuple(folder.iterdir())
     typer.echo(folder)
     typer.echo(
-        f"kvlinker: {model} takes {_size(_bytes_of(folder))}; `kvlinker run {model}` talks with it",
+        f"kvlinker: {model} takes {_size(_bytes_of(files))}; `kvlinker run {model}` talks with it",
         err=True,
     )
 
 
 def is_downloaded(model: str) -> bool:
-    """Return whether a model is a folder, or its configuration is in the hub's cache: what else of
-    it is missing, loading it downloads."""
+    """Return whether a model is on this machine, or its configuration is in the hub's cache: what
+    else of it is missing, loading it downloads."""
     from huggingface_hub import try_to_load_from_cache
 
-    return Path(model).is_dir() or isinstance(try_to_load_from_cache(model, CONFIG), str)
+    if Path(model).is_dir() or _ggufs(model):
+        return True
+    name, _, _ = model.partition(":")
+    return name == model and isinstance(try_to_load_from_cache(model, CONFIG), str)
+
+
+def _ggufs(model: str) -> tuple[Path, ...]:
+    """Return the GGUF files of a model; none where it is of another kind or not on this machine."""
+    try:
+        return gguf_files(model)
+    except ModelLoadError:
+        return ()
 
 
 def download(model: str) -> Path:
@@ -69,20 +84,23 @@ def download(model: str) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+    repository, _, part = model.partition(":")
     try:
-        found = HfApi().model_info(model, files_metadata=True)
+        found = HfApi().model_info(repository, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-        wanted = _wanted([name for name in sizes if "/" not in name], model)
+        wanted = _wanted([name for name in sizes if "/" not in name], model, part)
         missing = [
             name
             for name in wanted
-            if not isinstance(try_to_load_from_cache(model, name, revision=found.sha), str)
+            if not isinstance(try_to_load_from_cache(repository, name, revision=found.sha), str)
         ]
         if missing:
             nbytes = sum(sizes[name] for name in missing)
             _check_room(nbytes, Path(constants.HF_HUB_CACHE))
             typer.echo(f"kvlinker: {model}: {len(missing)} files, {_size(nbytes)}", err=True)
-        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=SUBFOLDERS))
+        return Path(
+            snapshot_download(repository, allow_patterns=wanted, ignore_patterns=SUBFOLDERS)
+        )
     except KeyboardInterrupt:
         raise fail("interrupted: the same command goes on from here", INTERRUPTED) from None
     except typer.Exit:
@@ -91,16 +109,18 @@ def download(model: str) -> Path:
         raise fail(_why_not(model, error), FAILURE) from error
 
 
-def _wanted(names: Sequence[str], model: str) -> list[str]:
-    """Return those files of a repository that loading the model reads. Ends the command where it is
-    no model of transformers."""
+def _wanted(names: Sequence[str], model: str, part: str) -> list[str]:
+    """Return those files of a repository that loading the model reads: the GGUF file with ``part``
+    in its name where one is asked for, or there is nothing else. Ends the command where there is no
+    model."""
+    if part or (CONFIG not in names and any(name.endswith(SUFFIX) for name in names)):
+        try:
+            return chosen_files(model, names, part)
+        except ModelLoadError as error:
+            raise fail(str(error), FAILURE) from error
     if CONFIG not in names:
-        gguf = any(name.endswith(".gguf") for name in names)
-        kind = "GGUF, which kvlinker does not read" if gguf else "no model of transformers"
         raise fail(
-            f"{model} is {kind}: it has no {CONFIG}. Models of llama.cpp name the model that they"
-            " were made of: pull that.",
-            FAILURE,
+            f"{model} is no model of transformers: it has no {CONFIG}, nor a GGUF file.", FAILURE
         )
     safe = any(Path(name).match(SAFE_WEIGHTS) for name in names)
     patterns = (*BESIDES_WEIGHTS, *((SAFE_WEIGHTS,) if safe else OTHER_WEIGHTS))
@@ -172,7 +192,8 @@ def models(
         ),
     ] = None,
 ) -> None:
-    """List the models on this machine: the hub's cache, the model in the box, and folders.
+    """List the models on this machine: the hub's cache, those of Ollama and LM Studio, the model in
+    the box, and folders.
 
     The context window is what a model's configuration says; `kvlinker check MODEL` finds where the
     model goes on, and whether it can be linked.
@@ -182,7 +203,9 @@ def models(
     for title in ("size", "window"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("weights", no_wrap=True)
-    for model in (*_in_cache(), *_in_folders([BUNDLED_MODEL, *(folders or ())])):
+    folders = folders or []
+    within = [place for folder in folders for place in (folder, *sorted(folder.iterdir()))]
+    for model in (*_in_cache(), *_in_folders([BUNDLED_MODEL, *folders]), *_of_llama_cpp(within)):
         window = "-" if model.window is None else f"{model.window:,}"
         table.add_row(model.name, _size(model.nbytes), window, model.weights)
     output_console().print(table)
@@ -209,6 +232,21 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
                 yield found
 
 
+def _of_llama_cpp(folders: Sequence[Path]) -> Iterator[Model]:
+    """Yield the models in GGUF: in folders, of Ollama, of LM Studio, and in the hub's cache."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    from kvlinker.engines.contract.gguf_reading import gguf_facts
+
+    for found in known_ggufs([*cache.glob("models--*/snapshots/*"), *folders]):
+        try:
+            kind, window = gguf_facts(found.files[0])
+        except ModelLoadError:
+            kind, window = "GGUF, damaged", None
+        yield Model(found.name, _bytes_of(found.files), kind, window)
+
+
 def _described(name: str, folder: Path) -> Model | None:
     """Describe the model in a folder; None if none is there, or a part of one."""
     try:
@@ -221,15 +259,15 @@ def _described(name: str, folder: Path) -> Model | None:
         return None
     return Model(
         name,
-        _bytes_of(folder),
+        _bytes_of(folder.iterdir()),
         _weights(config, "safetensors" if safe else "pickle"),
         _window(config),
     )
 
 
-def _bytes_of(folder: Path) -> int:
-    """Return the size of the files in a folder, those that links lead to included."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _bytes_of(paths: Iterable[Path]) -> int:
+    """Return the size of the files among the paths, those that links lead to included."""
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _weights(config: dict[str, Any], files: str) -> str:

@@ -152,6 +152,6 @@ def _file_of(state_dir: Path, pid: int | str) -> Path:
 
 def _decisive(settings: Settings) -> dict[str, str]:
     told = {name: str(getattr(settings, name)) for name in DECISIVE}
-    if Path(settings.model).is_dir():
+    if Path(settings.model).exists():
         told["model"] = str(Path(settings.model).resolve())
     return told

@@ -45,7 +45,7 @@ def install(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Local path or Hugging Face hub id; the shipped model by default.",
+            help="Folder, GGUF file or Hugging Face hub id; the shipped model by default.",
             metavar="MODEL",
         ),
     ] = None,

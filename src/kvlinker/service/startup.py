@@ -16,6 +16,7 @@ from kvlinker.base.events import Events
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
+from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -132,7 +133,7 @@ def engine_source(
     if settings.engine == "vllm":
         from kvlinker.engines.vllm.frontend.source import own_vllm
 
-        return own_vllm(settings)
+        return own_vllm(with_folder(settings, report))
     began = time.monotonic()
     loaded = load_model(settings, report)
     logger.info("The model is loaded and checked (%.1f s).", time.monotonic() - began)

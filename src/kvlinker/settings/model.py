@@ -23,7 +23,10 @@ class ModelSettings(BaseSettings):
 
     model: str = Field(
         default=str(BUNDLED_MODEL),
-        description="Local path or Hugging Face hub id; the shipped model by default.",
+        description=(
+            "Folder of a transformers model, GGUF file, or Hugging Face hub id; the shipped model"
+            " by default."
+        ),
     )
     served_model_name: str | None = Field(
         default=None,
@@ -101,10 +104,11 @@ class ModelSettings(BaseSettings):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """All names of the model in the API: a folder's name, or the hub id, unless others are
-        set."""
+        """All names of the model in the API: a folder's or GGUF file's name, or the hub id, unless
+        others are set."""
         names = [name.strip() for name in (self.served_model_name or "").split(",")]
-        own = Path(self.model).name if Path(self.model).is_dir() else self.model
+        path = Path(self.model)
+        own = path.name if path.is_dir() else path.stem if path.suffix == ".gguf" else self.model
         return tuple(dict.fromkeys(filter(None, names))) or (own,)
 
     @field_validator("served_model_name")

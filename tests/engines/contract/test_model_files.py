@@ -51,19 +51,6 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("gpu")
 
 
-def test_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "model-Q4_K_M.gguf").touch()
-    for model in (
-        tmp_path / "weights",
-        tmp_path / "weights" / "model-Q4_K_M.gguf",
-        "someone/Qwen3-0.6B-GGUF",
-    ):
-        text = complaint(model)
-        assert text.startswith(f"{model} is GGUF")
-        assert "weights=int4" in text
-
-
 def test_other_places_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert complaint(tmp_path / "model.safetensors").startswith(

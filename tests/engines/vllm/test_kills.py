@@ -136,7 +136,7 @@ class Users:
                 self._begun = number
                 end = self._ask(http, number)
                 self.ends[end] += 1
-                if end == "refused: 503 engine_closed":
+                if end.startswith("refused: 503"):  # failed, or being started again
                     wait_until_healthy(http)
 
     def _ask(self, http: httpx.Client, number: int) -> str:

@@ -40,8 +40,8 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Local path or Hugging Face hub id; by default that of the running server, or the"
-            " shipped model.",
+            help="Folder, GGUF file or Hugging Face hub id; by default that of the running server,"
+            " or the shipped model.",
             metavar="MODEL",
         ),
     ] = None,

@@ -12,6 +12,8 @@ from pathlib import Path
 from blake3 import blake3
 from huggingface_hub import try_to_load_from_cache
 
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.engines.contract.gguf_files import state_of, unpacked_folder
 from kvlinker.engines.contract.model_place import CONFIG, weight_files
 from kvlinker.settings import Settings
 from kvlinker.store.format.durability import replace_file
@@ -54,14 +56,6 @@ def remembered_fingerprint(settings: Settings) -> str | None:
     return fingerprint if text == _text(fingerprint) else None
 
 
-def state_of(path: Path) -> str:
-    """Return a text that changes with a file's content. Programs can set the time of the content,
-    but neither that of the last change nor the inode."""
-    status = path.stat()
-    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-    return f"{path.resolve()} {status.st_size} {times} {status.st_ino}"
-
-
 def _text(fingerprint: str) -> str:
     return f"{fingerprint} {blake3(fingerprint.encode()).hexdigest(8)}"
 
@@ -69,8 +63,12 @@ def _text(fingerprint: str) -> str:
 def _place(settings: Settings) -> Path | None:
     """Return the file that holds, or is to hold, the fingerprint; None for a model that has no
     files on this machine."""
-    folder = Path(settings.model)
-    if not folder.is_dir():
+    try:
+        unpacked = unpacked_folder(settings)
+    except (ModelLoadError, OSError):
+        return None
+    folder = unpacked or Path(settings.model)
+    if unpacked is None and not folder.is_dir():
         config = try_to_load_from_cache(settings.model, CONFIG)
         if not isinstance(config, str):
             return None

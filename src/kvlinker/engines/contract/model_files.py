@@ -28,7 +28,8 @@ from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.garbage import collector_paused
 from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import set_threads
-from kvlinker.engines.contract.known_models import state_of
+from kvlinker.engines.contract.gguf_files import state_of
+from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.engines.contract.model_place import (
     CONFIG,
     WANTED,
@@ -67,6 +68,7 @@ def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]
     which is slow there. Raises ModelLoadError when either cannot be loaded.
     """
     set_threads(settings.threads)
+    settings = with_folder(settings)
     device = choose_device(settings.device)
     config = _read(AutoConfig, settings)
     own_bf16 = own_bf16 and (not expert_counts(config) or has_common_experts(config))

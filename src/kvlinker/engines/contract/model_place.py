@@ -12,17 +12,19 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from kvlinker.base.errors import ModelLoadError
+from kvlinker.engines.contract.gguf_files import gguf_files
 from kvlinker.settings import Settings
 
 WANTED = (
-    "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
+    "Give the path of a folder with a transformers model, of a GGUF file, or the id of a model on"
+    " the Hugging Face hub."
 )
 
 WITHOUT = "Without the setting, the model in the box is served."
 
 CONFIG = "config.json"
 
-WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
+WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
 """The names of weight files, in the order in which they are looked for: a folder may hold the same
 weights twice."""
 
@@ -38,8 +40,8 @@ up."""
 
 
 def check_model(settings: Settings) -> None:
-    """Raise ModelLoadError for a path where there is no model of transformers, or only a part of
-    one, for GGUF, and for a hub id whose model is not on this machine while the hub cannot be
+    """Raise ModelLoadError for a path where there is no model of transformers and no GGUF, or only
+    a part of one, and for a hub id whose model is not on this machine while the hub cannot be
     reached."""
     model = settings.model
     if not model.strip():
@@ -48,12 +50,8 @@ def check_model(settings: Settings) -> None:
     if (path / CONFIG).is_file():
         _check_files(path, settings)
         return
-    if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
-        raise ModelLoadError(
-            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the"
-            " model that it was made of, as a folder with config.json and *.safetensors, or by its"
-            " hub id; weights=int4 holds it in 4 bits."
-        )
+    if gguf_files(model):
+        return
     if path.is_file():
         raise ModelLoadError(f"{model} is a file. {WANTED}")
     if path.is_dir():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
+from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.contract.model_files import (
     fingerprint,
@@ -64,6 +65,7 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be
     linked exactly.
     """
+    settings = with_folder(settings, part_of(report, 0.0, READ / 4))
     report("reading", 0.0)
     model, tokenizer = read_model(settings, own_bf16=multiplies_bf16(settings))
     dtype = next(model.parameters()).dtype

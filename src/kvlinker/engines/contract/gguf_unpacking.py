@@ -1,0 +1,431 @@
+"""Unpacks GGUF files into a folder of transformers, once: a tensor at a time, so that no more than
+the largest of them is in memory as fp32."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_TOKENIZER_MAPPING,
+    convert_gguf_tokenizer,
+)
+
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.loading import Report, unreported
+from kvlinker.engines.contract.gguf_files import gguf_files, unpacked_folder
+from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
+from kvlinker.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+LOCK = "lock"
+WEIGHTS = "model.safetensors"
+
+PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+"""The dtypes of tensors that are not quantised."""
+
+PIECE = 1 << 22
+"""The values that are computed at a time: their temporaries fit into some megabytes."""
+
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""What safetensors calls the dtypes."""
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+"""The architectures that are read, with transformers' names for them."""
+
+ENTRIES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""The entries of a file's metadata, behind its architecture, that are ones of a configuration."""
+
+PARTS = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""The modules of a decoder by llama.cpp's names."""
+
+GEMMA_PARTS = PARTS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+TEMPLATE = "tokenizer.chat_template"
+"""What the names of chat templates begin with, of which a file may have several."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor with the divisors of rotary frequencies, of Llama 3.1 and its successors."""
+
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "</s>")
+"""The control tokens that end an answer where a vocabulary has them, whatever else its file
+says: files name one end alone."""
+
+
+def with_folder(settings: Settings, report: Report = unreported) -> Settings:
+    """Return the settings with a folder of transformers as their model: where it is GGUF, one in
+    the state directory into which its files are unpacked if they have not been. ``report`` takes
+    the progress. Raises ModelLoadError."""
+    folder = unpacked_folder(settings)
+    if folder is None:
+        return settings
+    files = gguf_files(settings.model)
+    try:
+        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(folder.parent / LOCK):  # replicas that start together wait for the first
+            if not folder.is_dir():
+                logger.info("%s is unpacked into %s, once.", settings.model, folder)
+                _unpack_alone(files, folder, report)
+    except OSError as error:
+        raise ModelLoadError(
+            f"{files[0]} cannot be unpacked into {folder}: {error}. Make room, or set state_dir to"
+            " another folder."
+        ) from error
+    return settings.model_copy(update={"model": str(folder)})
+
+
+def _unpack_alone(files: Sequence[Path], folder: Path, report: Report) -> None:
+    """Unpack into ``folder``, in place of older versions and of what a killed process has begun."""
+    for outdated in folder.parent.iterdir():
+        if outdated.is_dir():
+            shutil.rmtree(outdated)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        unpacked = Path(scratch, "model")
+        unpacked.mkdir()
+        unpack(files, unpacked, report)
+        unpacked.rename(folder)
+
+
+def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> None:
+    """Write the model of GGUF ``files`` into ``folder``, as transformers reads it: the weights in
+    bfloat16, or as they are where none is quantised. ``report`` takes the progress.
+
+    Raises ModelLoadError for a damaged file, an architecture that is not read, and for tensors that
+    are missing or unknown; OSError where the disk has no room.
+    """
+    report("unpacking", 0.0)
+    whole = read_gguf(files[0])
+    for file in files[1:]:
+        whole.tensors.update(read_gguf(file).tensors)
+    metadata, tensors = whole
+    architecture = str(metadata.get("general.architecture"))
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise ModelLoadError(f"{files[0]} is not a model but, as it says, {kind!r}.")
+    if architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{files[0]} has the architecture {architecture!r}. kvlinker reads GGUF files of"
+            f" {', '.join(ARCHITECTURES)}; give others as a folder of transformers."
+        )
+    kinds = {place.kind for place in tensors.values() if len(place.shape) > 1}
+    dtype = PLAIN.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+    try:
+        config = _config(metadata, tensors)
+    except LookupError as error:
+        raise ModelLoadError(f"{files[0]} does not say what {error} is.") from error
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    shapes = {
+        name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in tied
+    }
+    _write_weights(whole, config, shapes, dtype, folder / WEIGHTS, report)
+    tokenizer = _tokenizer(metadata)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=_ends(metadata, tokenizer),
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _config(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
+    """Make the configuration of transformers from what a file says. Raises LookupError for an entry
+    that it lacks."""
+    architecture = metadata["general.architecture"]
+    entries = {
+        name: metadata[f"{architecture}.{key}"]
+        for key, name in ENTRIES.items()
+        if f"{architecture}.{key}" in metadata
+    }
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if isinstance(entries.get(name), list):
+            raise ModelLoadError(
+                f"The layers of the GGUF file differ in {name}, which kvlinker does not read."
+            )
+    heads = entries["num_attention_heads"]
+    entries.setdefault("num_key_value_heads", heads)
+    entries.setdefault("head_dim", entries["hidden_size"] // heads)
+    entries["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    entries["tie_word_embeddings"] = "output.weight" not in tensors
+    for name in ("bos", "eos", "padding"):
+        if (found := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            entries[f"{name.removesuffix('ding')}_token_id"] = found
+    if architecture == "llama":
+        entries["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if architecture.startswith("gemma"):
+        # The largest model of each generation scales queries by its width, as llama.cpp knows, too.
+        largest = entries["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[architecture]
+        entries["query_pre_attn_scalar"] = (
+            entries["hidden_size"] // heads if largest else entries["head_dim"]
+        )
+    config = AutoConfig.for_model(ARCHITECTURES[architecture], **entries)
+    parameters = config.rope_parameters
+    parameters.get("full_attention", parameters).update(_rope_scaling(metadata, tensors, entries))
+    return config
+
+
+def _rope_scaling(
+    metadata: Mapping[str, Any], tensors: Tensors, entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of ``rope_parameters`` by which rotary frequencies are scaled. Raises
+    ModelLoadError for a kind that is not read."""
+    prefix = f"{metadata['general.architecture']}.rope.scaling."
+    kind, factor = metadata.get(f"{prefix}type", "none"), metadata.get(f"{prefix}factor", 1.0)
+    if ROPE_FACTORS in tensors:
+        ((_, factors),) = _pieces(tensors[ROPE_FACTORS])
+        scaling = _llama3_scaling(factors[0], entries["rope_theta"], entries["head_dim"])
+        if scaling is None:
+            raise ModelLoadError(
+                f"The GGUF file divides rotary frequencies ({ROPE_FACTORS}) in a way that kvlinker"
+                " does not know."
+            )
+        return scaling
+    match kind:
+        case "none" | "linear" if kind == "none" or factor == 1.0:
+            return {}
+        case "linear":
+            return {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            original = metadata[f"{prefix}original_context_length"]
+            return {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+            }
+    raise ModelLoadError(
+        f"The GGUF file scales rotary embeddings by {kind!r}, which kvlinker does not read."
+    )
+
+
+def _llama3_scaling(factors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """Return the scaling of Llama 3.1 that divides frequencies by ``factors``, a divisor for each
+    pair of a head's dimensions; None if they are of another kind."""
+    low, high, context = 1.0, 4.0, 8192
+    factor = float(factors.max())
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    turns = context / (2 * torch.pi * theta**exponents)  # of a pair, within the original context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not torch.allclose(factors.double(), expected, rtol=1e-3):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _write_weights(
+    whole: GGUF,
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    path: Path,
+    report: Report,
+) -> None:
+    """Write the tensors of a GGUF file as a file of safetensors, whose tensors have ``shapes``, by
+    transformers' names. It is written where it is mapped, so that tensors may come in any order.
+    Raises ModelLoadError where tensors are missing or unknown."""
+    architecture = whole.metadata["general.architecture"]
+    views = _mapped(path, shapes, dtype)
+    for done, (own_name, place) in enumerate(whole.tensors.items()):
+        report("unpacking", done / len(whole.tensors))
+        if own_name == ROPE_FACTORS:
+            continue
+        name = _name(own_name, architecture)
+        view = views.pop(name, None)
+        if view is None or place.shape != shapes[name]:
+            raise ModelLoadError(
+                f"{place.path} has a tensor {own_name!r} of shape {list(place.shape)}, which a"
+                f" model of its architecture ({architecture}) does not have."
+            )
+        rows = view.view(-1, place.shape[-1])
+        # llama.cpp multiplies by what Gemma adds to 1.
+        less = float(architecture.startswith("gemma") and name.endswith("norm.weight"))
+        for first, values in _pieces(place):
+            rows[first : first + len(values)] = values - less if less else values
+        if architecture == "llama" and ".self_attn.q_proj." in name:
+            view.copy_(_unpermuted(view, config.num_attention_heads))
+        elif architecture == "llama" and ".self_attn.k_proj." in name:
+            view.copy_(_unpermuted(view, config.num_key_value_heads))
+    if views:
+        lacking = ", ".join(sorted(views)[:3])
+        raise ModelLoadError(f"The GGUF file lacks {len(views)} tensors, such as {lacking}.")
+
+
+def _pieces(place: Place) -> Iterator[tuple[int, Tensor]]:
+    """Yield a tensor's values, some rows at a time: the number of the first row, and a tensor
+    ``(rows, columns)``, in fp32 where they were quantised."""
+    columns, rows = place.shape[-1], math.prod(place.shape[:-1])
+    block, block_bytes = GGML_QUANT_SIZES[place.kind]
+    row_bytes = columns // block * block_bytes
+    at_once = max(PIECE // max(columns, 1), 1)
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        begin = place.begin + first * row_bytes
+        raw = np.fromfile(place.path, np.uint8, count=count * row_bytes, offset=begin)
+        raw = raw.reshape(count, row_bytes)
+        if place.kind in PLAIN:
+            yield first, torch.from_numpy(raw).view(PLAIN[place.kind])
+        else:
+            yield first, torch.from_numpy(dequantize(raw, place.kind))
+
+
+def _mapped(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Make a file of safetensors for tensors of these shapes, and return them, mapped from it."""
+    entries: dict[str, Any] = {}
+    ends = list(accumulate(math.prod(shape) * dtype.itemsize for shape in shapes.values()))
+    for (name, shape), begin, end in zip(shapes.items(), [0, *ends], ends, strict=False):
+        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)  # which aligns what follows
+    size = 8 + len(header) + ends[-1]
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full ends no process then
+    whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    weights = (
+        whole[8 + len(header) :]
+        .view(dtype)
+        .split_with_sizes([math.prod(each) for each in shapes.values()])
+    )
+    return {name: flat.view(shapes[name]) for name, flat in zip(shapes, weights, strict=True)}
+
+
+def _name(name: str, architecture: str) -> str:
+    """Return transformers' name of a tensor of llama.cpp's name; the same name where it has
+    none."""
+    parts = GEMMA_PARTS if architecture.startswith("gemma") else PARTS
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if found is None or found[2] not in parts:
+        return name
+    layer = "" if found[1] is None else f"model.layers.{found[1]}."
+    return f"{layer}{parts[found[2]]}.{found[3]}"
+
+
+def _unpermuted(weight: Tensor, heads: int) -> Tensor:
+    """Return rows in transformers' order, of which llama.cpp puts the pairs that turn together side
+    by side in each head."""
+    half = weight.shape[0] // heads // 2
+    return weight.view(heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Any:
+    """Make the tokenizer that a file describes, with its chat templates. transformers forgets
+    whether prompts begin with a token of their own, without which Gemma talks nonsense."""
+    described = {
+        name: metadata[f"tokenizer.{key}"]
+        for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+        if f"tokenizer.{key}" in metadata
+    }
+    try:
+        made, _ = convert_gguf_tokenizer(metadata["general.architecture"], described)
+        backend = _without_others(made, len(described["tokens"]))
+        special = {
+            f"{name}_token": described["tokens"][described[f"{name}_token_id"]]
+            for name in ("bos", "eos", "unk", "pad")
+            if f"{name}_token_id" in described
+        }
+    except Exception as error:  # what damaged vocabularies lead to is of many kinds
+        raise ModelLoadError(f"The GGUF file's tokenizer cannot be read: {error!r}.") from error
+    templates = {
+        key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
+        for key, text in metadata.items()
+        if key.startswith(TEMPLATE) and isinstance(text, str)
+    }
+    template = templates["default"] if list(templates) == ["default"] else templates or None
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+    bos = tokenizer.bos_token
+    by_kind = described.get("tokenizer_type") == "llama"
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_kind):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, tokenizer.bos_token_id)],
+        )
+    return tokenizer
+
+
+def _without_others(tokenizer: Tokenizer, count: int) -> Tokenizer:
+    """Return a tokenizer without the tokens that are not among the ``count`` of its vocabulary:
+    transformers adds GPT-2's own end to each of its kind, and no model has an embedding for it."""
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = [each for each in described["added_tokens"] if each["id"] < count]
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def _ends(metadata: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    added = tokenizer.added_tokens_decoder.items()
+    control = {token.content: number for number, token in added if token.special}
+    by_text = [control.get(text) for text in END_TOKENS]
+    return list(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
