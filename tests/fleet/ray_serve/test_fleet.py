@@ -43,6 +43,8 @@ BLOCK = 64
 
 KEYS = {"KVLINKER_API_KEYS": "some,small", "KVLINKER_TENANT_QUOTAS": '{"small": {"caches": 5}}'}
 SMALL = {"authorization": "Bearer small"}
+POLICY = "query-5-sensitive"
+"""A policy that both engines have."""
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +72,19 @@ def test_ids_are_good_everywhere_and_answers_are_those_of_one_server(
     fleet: RunningFleet, tmp_path: Path
 ) -> None:
     ids = fleet.cache(*TEXTS)
-    answers = [fleet.http.post(CHAT, json=asked(*ids)) for _ in range(20)]
+    linked = asked(*ids, link={"policy": POLICY})
+    answers = [fleet.http.post(CHAT, json=linked) for _ in range(20)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-kvlinker-replica"] for answer in answers} <= {
         url.removeprefix("http://") for url in fleet.ready()
     }
-    told = [direct(url, "POST", CHAT, json=asked(*ids)).json() for url in fleet.ready()]
+    told = [direct(url, "POST", CHAT, json=linked).json() for url in fleet.ready()]
     with LLM(state_dir=tmp_path, dtype="float32", threads=1) as alone:
         own = alone.generate_context_cache(TEXTS)
         (message,) = asked()["messages"]
         content = [*own, message["content"][0]["text"]]
         answer = alone.chat_completion(
-            [{"role": "user", "content": content}], max_tokens=4, temperature=0
+            [{"role": "user", "content": content}], policy=POLICY, max_tokens=4, temperature=0
         )
     texts = {one["choices"][0]["message"]["content"] for one in (*told, answers[0].json())}
     assert texts == {answer.text} == {"Oslo"}
