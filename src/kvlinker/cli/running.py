@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.gguf_files import from_anywhere
 from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
@@ -152,6 +153,4 @@ def _file_of(state_dir: Path, pid: int | str) -> Path:
 
 def _decisive(settings: Settings) -> dict[str, str]:
     told = {name: str(getattr(settings, name)) for name in DECISIVE}
-    if Path(settings.model).exists():
-        told["model"] = str(Path(settings.model).resolve())
-    return told
+    return told | {"model": from_anywhere(settings.model)}

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli.console import FAILURE, fail
+from kvlinker.engines.contract.gguf_files import from_anywhere
 
 app = typer.Typer(help="Have systemd keep a server running for this user.", no_args_is_help=True)
 
@@ -62,7 +63,7 @@ def install(
     """
     words = [sys.executable, "-m", "kvlinker", "serve"]
     if model is not None:
-        words += ["--model", str(Path(model).resolve()) if Path(model).is_dir() else model]
+        words += ["--model", from_anywhere(model)]
     if config is not None:
         words += ["--config", str(config.resolve())]
     place = _place()

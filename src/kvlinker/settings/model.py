@@ -108,7 +108,13 @@ class ModelSettings(BaseSettings):
         others are set."""
         names = [name.strip() for name in (self.served_model_name or "").split(",")]
         path = Path(self.model)
-        own = path.name if path.is_dir() else path.stem if path.suffix == ".gguf" else self.model
+        own = (
+            path.name
+            if path.is_dir()
+            else path.stem
+            if path.suffix.lower() == ".gguf"
+            else self.model
+        )
         return tuple(dict.fromkeys(filter(None, names))) or (own,)
 
     @field_validator("served_model_name")

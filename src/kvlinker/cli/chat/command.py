@@ -20,6 +20,7 @@ from kvlinker.cli.models import download, is_downloaded
 from kvlinker.cli.options import ApiKey, settings_options
 from kvlinker.cli.running import joined
 from kvlinker.doors.client import Client
+from kvlinker.engines.contract.gguf_files import is_of_hub
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.linking import parse_policy
 from kvlinker.settings import Settings
@@ -82,6 +83,8 @@ def _server(settings: Settings, api_key: str | None) -> tuple[str, str | None]:
     with joined(settings, key) as found:
         if found is not None:
             return found[0].url, key
+    if is_of_hub(settings.model) and not is_downloaded(settings.model):
+        download(settings.model)  # by which alone it is known whether there is such a file
     check_model(settings)
     if not is_downloaded(settings.model):
         download(settings.model)

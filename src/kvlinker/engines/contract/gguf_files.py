@@ -23,6 +23,7 @@ OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
 SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The name of one of the files into which llama.cpp splits large models."""
 
+PART_OF_NAME = re.compile(r"(?!\.+$)[\w.-]+")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 PROJECTOR = "mmproj"
@@ -30,6 +31,9 @@ PROJECTOR = "mmproj"
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"
 """The kind of the layer in Ollama's manifests that is a GGUF file."""
+
+OLLAMA_OWN = ["registry.ollama.ai", "library"]
+"""The registry, and the owner in it, of models whose names say nothing of either."""
 
 OLLAMA_REFUSED = {
     "application/vnd.ollama.image.adapter": "an adapter (LoRA)",
@@ -73,21 +77,21 @@ def gguf_files(model: str) -> tuple[Path, ...]:
     place, part = (model, "") if path.is_dir() else _parted(model)
     folder = Path(place) if Path(place).is_dir() else _of_hub(place)
     if folder is None:
-        if part and HUB_ID.fullmatch(place):
+        if is_of_hub(model):
             raise ModelLoadError(
                 f"{model} is not on this machine. `kvlinker pull {model}` brings it."
             )
         return ()
-    is_other = (folder / "config.json").is_file() or not any(folder.glob(f"*{SUFFIX}"))
+    is_other = (folder / "config.json").is_file() or not _files_in(folder)
     return () if is_other and not part else _chosen(model, folder, part)
 
 
 def unpacked_folder(settings: Settings) -> Path | None:
     """Return the folder into which the GGUF files of ``settings.model`` are, or will be, unpacked;
-    None where it names none. Another version of the same files has another folder."""
+    None where it names none. Another version of the files has another folder, beside the first."""
     if not (files := gguf_files(settings.model)):
         return None
-    place = blake3(str(files[0].resolve()).encode()).hexdigest(8)
+    place = blake3(from_anywhere(settings.model).encode()).hexdigest(8)
     content = blake3("\n".join(map(state_of, files)).encode()).hexdigest(8)
     return settings.state_dir / UNPACKED / place / content
 
@@ -97,19 +101,21 @@ def known_ggufs(folders: Iterable[Path]) -> Iterator[Found]:
     for folder in folders:
         for files in models_in(folder):
             yield Found(str(files[0]), files)
-    manifests = _ollama() / "manifests"
-    for manifest in sorted(manifests.glob("*/*/*/*")):
-        try:
-            _, owner, name, tag = manifest.relative_to(manifests).parts
-            of = name if owner == "library" else f"{owner}/{name}"
-            yield Found(f"{OLLAMA}{of}:{tag}", (_of_ollama(f"{of}:{tag}"),))
-        except ModelLoadError:
-            continue  # one that cannot be read is none of those that can
+    for place in _ollama():
+        for manifest in sorted((place / "manifests").glob("*/*/*/*")):
+            *owners, tag = manifest.relative_to(place / "manifests").parts
+            own = owners[2:] if owners[:2] == OLLAMA_OWN else owners[owners[0] == OLLAMA_OWN[0] :]
+            name = f"{'/'.join(own)}:{tag}"
+            try:
+                yield Found(f"{OLLAMA}{name}", (_of_ollama(name),))
+            except ModelLoadError:
+                continue  # one that cannot be read is none of those that can
     for place in _lm_studio():
         for folder in sorted(place.glob("*/*")):
             models = models_in(folder)
             for files in models:
-                part = f":{files[0].stem}" if len(models) > 1 else ""
+                split = SPLIT.fullmatch(files[0].name)
+                part = f":{split['name'] if split else files[0].stem}" if len(models) > 1 else ""
                 yield Found(f"{LM_STUDIO}{folder.relative_to(place)}{part}", files)
 
 
@@ -117,7 +123,7 @@ def models_in(folder: Path) -> list[tuple[Path, ...]]:
     """Return the files of each model of llama.cpp in a folder; of a split one those that are
     there."""
     models: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
+    for path in _files_in(folder):
         if PROJECTOR not in path.name.lower():
             split = SPLIT.fullmatch(path.name)
             models.setdefault(split["name"] if split else path.name, []).append(path)
@@ -149,6 +155,20 @@ def chosen_files(model: str, names: Iterable[str], part: str) -> list[str]:
     )
 
 
+def from_anywhere(model: str) -> str:
+    """Return the setting ``model`` as it is right in any folder: paths in it are absolute."""
+    place, part = (model, "") if Path(model).exists() else _parted(model)
+    if not Path(place).exists():
+        return model
+    return str(Path(place).absolute()) + (f":{part}" if part else "")
+
+
+def is_of_hub(model: str) -> bool:
+    """Return whether a name is of a GGUF file in a repository of the hub: ``HUB_ID:PART``."""
+    place, part = _parted(model)
+    return bool(part) and HUB_ID.fullmatch(place) is not None and not Path(place).exists()
+
+
 def state_of(path: Path) -> str:
     """Return a text that changes with a file's content. Programs can set the time of the content,
     but neither that of the last change nor the inode."""
@@ -158,8 +178,13 @@ def state_of(path: Path) -> str:
 
 
 def _chosen(model: str, folder: Path, part: str) -> tuple[Path, ...]:
-    names = [path.name for path in folder.glob(f"*{SUFFIX}")]
+    names = [path.name for path in _files_in(folder)]
     return _split_with(folder / chosen_files(model, names, part)[0])
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
 
 
 def _parted(model: str) -> tuple[str, str]:
@@ -208,8 +233,11 @@ def _split_with(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def _ollama() -> Path:
-    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
+def _ollama() -> tuple[Path, ...]:
+    """Return the folders in which Ollama keeps models: a user's, or the service's on Linux."""
+    if own := os.environ.get("OLLAMA_MODELS"):
+        return (Path(own),)
+    return (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
 
 
 def _lm_studio() -> tuple[Path, ...]:
@@ -218,28 +246,29 @@ def _lm_studio() -> tuple[Path, ...]:
 
 
 def _of_ollama(name: str) -> Path:
-    """Return the GGUF file of one of Ollama's models, from its manifest. Raises ModelLoadError."""
+    """Return the GGUF file of one of Ollama's models, by the name that ``ollama list`` shows.
+    Raises ModelLoadError."""
     base, _, tag = name.partition(":")
-    place = _ollama()
-    owner = "library" if "/" not in base else ""
-    manifests = [*place.joinpath("manifests").glob(f"*/{owner or '.'}/{base}/{tag or 'latest'}")]
-    if not manifests:
+    owners = base.split("/")
+    parts = [*OLLAMA_OWN[: max(3 - len(owners), 0)], *owners, tag or "latest"]
+    places = _ollama()
+    manifests = [place.joinpath("manifests", *parts) for place in places]
+    found = next((each for each in manifests if each.is_file()), None)
+    if found is None or len(parts) != 4 or not all(map(PART_OF_NAME.fullmatch, parts)):
         raise ModelLoadError(
-            f"Ollama has no model {name!r} in {place}. `ollama list` names those that it has;"
-            " OLLAMA_MODELS says where they are."
+            f"Ollama has no model {name!r} in {' or '.join(map(str, places))}. `ollama list` names"
+            " those that it has; OLLAMA_MODELS says where they are."
         )
     try:
-        layers = {
-            layer["mediaType"]: layer["digest"]
-            for layer in json.loads(manifests[0].read_text())["layers"]
-        }
+        listed = json.loads(found.read_text())["layers"]
+        layers = {layer["mediaType"]: str(layer["digest"]) for layer in listed}
         digest = layers[OLLAMA_MODEL]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ModelLoadError(f"Ollama's manifest {manifests[0]} names no model.") from error
+        raise ModelLoadError(f"Ollama's manifest {found} names no model.") from error
     for kind, what in OLLAMA_REFUSED.items():
         if kind in layers:
             raise ModelLoadError(f"Ollama's {name!r} has {what}, which kvlinker does not read.")
-    file = place / "blobs" / str(digest).replace(":", "-")
+    file = found.parents[4] / "blobs" / digest.replace(":", "-")
     if not file.is_file():
         raise ModelLoadError(f"Ollama's {name!r} is not there: {file} is missing. Pull it again.")
     return file

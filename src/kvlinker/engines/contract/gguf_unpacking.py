@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from filelock import FileLock
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
     GGUF_TOKENIZER_MAPPING,
     convert_gguf_tokenizer,
 )
@@ -33,6 +34,7 @@ from kvlinker.base.loading import Report, unreported
 from kvlinker.engines.contract.gguf_files import gguf_files, unpacked_folder
 from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
 from kvlinker.settings import Settings
+from kvlinker.store.format.durability import synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +109,34 @@ TEMPLATE = "tokenizer.chat_template"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of rotary frequencies, of Llama 3.1 and its successors."""
 
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "</s>")
-"""The control tokens that end an answer where a vocabulary has them, whatever else its file
-says: files name one end alone."""
+END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|end|>",
+    "<EOT>",
+    "_<EOT>",
+)
+"""The tokens that end an answer where a vocabulary has them, whatever else its file says, as in
+llama.cpp: files name one end alone, and not always as a control token."""
+
+WHOLE_WORDS = frozenset(
+    (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
+        *("midm-2.0", "lfm2", "jina-v5-nano", "tekken"),
+    )
+)
+"""The kinds of vocabularies (``tokenizer.ggml.pre``) in which words are tokens though no merges
+lead there, and prompts begin with a token unless their file says otherwise, as in llama.cpp."""
+
+DIGITS_ALONE = frozenset(("smollm",))
+"""The kinds that transformers splits as GPT-2, whose digits stand alone, too."""
+
+SPLIT_AS_GPT2 = frozenset(("gpt-2",))
 
 
 def with_folder(settings: Settings, report: Report = unreported) -> Settings:
@@ -144,7 +171,11 @@ def _unpack_alone(files: Sequence[Path], folder: Path, report: Report) -> None:
         unpacked = Path(scratch, "model")
         unpacked.mkdir()
         unpack(files, unpacked, report)
+        for file in unpacked.iterdir():
+            synchronize(file)
+        synchronize(unpacked)
         unpacked.rename(folder)
+        synchronize(folder.parent)
 
 
 def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> None:
@@ -158,21 +189,37 @@ def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> 
     whole = read_gguf(files[0])
     for file in files[1:]:
         whole.tensors.update(read_gguf(file).tensors)
+    try:
+        _unpack(whole, folder, report)
+    except (ModelLoadError, OSError):
+        raise
+    except LookupError as error:
+        raise ModelLoadError(f"{files[0]} does not say what {error} is.") from error
+    except Exception as error:  # what damaged metadata leads to is of many kinds
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ModelLoadError(f"{files[0]} makes no sense as a model: {why}") from error
+
+
+def _unpack(whole: GGUF, folder: Path, report: Report) -> None:
     metadata, tensors = whole
     architecture = str(metadata.get("general.architecture"))
     if (kind := metadata.get("general.type", "model")) != "model":
-        raise ModelLoadError(f"{files[0]} is not a model but, as it says, {kind!r}.")
+        raise ModelLoadError(f"The GGUF file is not a model but, as it says, {kind!r}.")
     if architecture not in ARCHITECTURES:
         raise ModelLoadError(
-            f"{files[0]} has the architecture {architecture!r}. kvlinker reads GGUF files of"
+            f"The GGUF file has the architecture {architecture!r}. kvlinker reads"
             f" {', '.join(ARCHITECTURES)}; give others as a folder of transformers."
+        )
+    count = metadata[f"{architecture}.block_count"]
+    layers = {found[1] for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
+    if count != len(layers):  # before so many are made
+        raise ModelLoadError(
+            f"The GGUF file has tensors of {len(layers)} layers, but says that there are {count}:"
+            " download it again."
         )
     kinds = {place.kind for place in tensors.values() if len(place.shape) > 1}
     dtype = PLAIN.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
-    try:
-        config = _config(metadata, tensors)
-    except LookupError as error:
-        raise ModelLoadError(f"{files[0]} does not say what {error} is.") from error
+    config = _config(metadata, tensors)
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -187,7 +234,7 @@ def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> 
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=_ends(metadata, tokenizer),
+        eos_token_id=_ends(metadata),
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -211,9 +258,10 @@ def _config(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
     entries.setdefault("head_dim", entries["hidden_size"] // heads)
     entries["vocab_size"] = tensors["token_embd.weight"].shape[0]
     entries["tie_word_embeddings"] = "output.weight" not in tensors
-    for name in ("bos", "eos", "padding"):
-        if (found := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            entries[f"{name.removesuffix('ding')}_token_id"] = found
+    special = _special(metadata)
+    entries |= {
+        f"{name}_token_id": special[name] for name in special.keys() & {"bos", "eos", "pad"}
+    }
     if architecture == "llama":
         entries["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if architecture.startswith("gemma"):
@@ -234,7 +282,9 @@ def _rope_scaling(
     """Return the entries of ``rope_parameters`` by which rotary frequencies are scaled. Raises
     ModelLoadError for a kind that is not read."""
     prefix = f"{metadata['general.architecture']}.rope.scaling."
-    kind, factor = metadata.get(f"{prefix}type", "none"), metadata.get(f"{prefix}factor", 1.0)
+    kind = metadata.get(f"{prefix}type", "linear")
+    older = metadata.get(f"{prefix.removesuffix('scaling.')}scale_linear", 1.0)
+    factor = float(metadata.get(f"{prefix}factor", older)) or 1.0
     if ROPE_FACTORS in tensors:
         ((_, factors),) = _pieces(tensors[ROPE_FACTORS])
         scaling = _llama3_scaling(factors[0], entries["rope_theta"], entries["head_dim"])
@@ -250,7 +300,8 @@ def _rope_scaling(
         case "linear":
             return {"rope_type": "linear", "factor": factor}
         case "yarn":
-            original = metadata[f"{prefix}original_context_length"]
+            trained = entries["max_position_embeddings"]
+            original = metadata.get(f"{prefix}original_context_length", trained)
             return {
                 "rope_type": "yarn",
                 "factor": factor,
@@ -293,18 +344,22 @@ def _write_weights(
     transformers' names. It is written where it is mapped, so that tensors may come in any order.
     Raises ModelLoadError where tensors are missing or unknown."""
     architecture = whole.metadata["general.architecture"]
-    views = _mapped(path, shapes, dtype)
-    for done, (own_name, place) in enumerate(whole.tensors.items()):
-        report("unpacking", done / len(whole.tensors))
-        if own_name == ROPE_FACTORS:
-            continue
-        name = _name(own_name, architecture)
-        view = views.pop(name, None)
-        if view is None or place.shape != shapes[name]:
+    names = {name: _name(name, architecture) for name in whole.tensors if name != ROPE_FACTORS}
+    for own_name, name in names.items():
+        place = whole.tensors[own_name]
+        if place.shape != shapes.get(name):
             raise ModelLoadError(
                 f"{place.path} has a tensor {own_name!r} of shape {list(place.shape)}, which a"
                 f" model of its architecture ({architecture}) does not have."
             )
+    if lacking := sorted(shapes.keys() - names.values()):
+        raise ModelLoadError(
+            f"The GGUF file lacks {len(lacking)} tensors, such as {', '.join(lacking[:3])}."
+        )
+    views = _mapped(path, shapes, dtype)
+    for done, (own_name, name) in enumerate(names.items()):
+        report("unpacking", done / len(names))
+        place, view = whole.tensors[own_name], views[name]
         rows = view.view(-1, place.shape[-1])
         # llama.cpp multiplies by what Gemma adds to 1.
         less = float(architecture.startswith("gemma") and name.endswith("norm.weight"))
@@ -314,9 +369,6 @@ def _write_weights(
             view.copy_(_unpermuted(view, config.num_attention_heads))
         elif architecture == "llama" and ".self_attn.k_proj." in name:
             view.copy_(_unpermuted(view, config.num_key_value_heads))
-    if views:
-        lacking = ", ".join(sorted(views)[:3])
-        raise ModelLoadError(f"The GGUF file lacks {len(views)} tensors, such as {lacking}.")
 
 
 def _pieces(place: Place) -> Iterator[tuple[int, Tensor]]:
@@ -380,32 +432,45 @@ def _unpermuted(weight: Tensor, heads: int) -> Tensor:
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     """Make the tokenizer that a file describes, with its chat templates. transformers forgets
-    whether prompts begin with a token of their own, without which Gemma talks nonsense."""
+    whether prompts begin with a token of their own, without which Gemma talks nonsense. Raises
+    ModelLoadError."""
     described = {
         name: metadata[f"tokenizer.{key}"]
         for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
         if f"tokenizer.{key}" in metadata
     }
+    kind, split = described.get("tokenizer_type"), described.get("pre_tokenizer_type")
+    known = SPLIT_AS_GPT2 | DIGITS_ALONE | GGUF_PRE_TOKENIZER_SPLITS.keys()
+    if kind == "gpt2" and split not in known:
+        raise ModelLoadError(
+            f"The GGUF file's tokenizer splits words as {split!r}, which kvlinker does not know."
+            " Give the model as a folder of transformers."
+        )
     try:
         made, _ = convert_gguf_tokenizer(metadata["general.architecture"], described)
-        backend = _without_others(made, len(described["tokens"]))
-        special = {
-            f"{name}_token": described["tokens"][described[f"{name}_token_id"]]
-            for name in ("bos", "eos", "unk", "pad")
-            if f"{name}_token_id" in described
-        }
     except Exception as error:  # what damaged vocabularies lead to is of many kinds
         raise ModelLoadError(f"The GGUF file's tokenizer cannot be read: {error!r}.") from error
+    words: list[str] = described["tokens"]
     templates = {
         key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
         for key, text in metadata.items()
         if key.startswith(TEMPLATE) and isinstance(text, str)
     }
-    template = templates["default"] if list(templates) == ["default"] else templates or None
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_mended(made, len(words), whole_words=split in WHOLE_WORDS),
+        chat_template=templates["default"] if list(templates) == ["default"] else templates or None,
+        **{f"{name}_token": words[number] for name, number in _special(metadata).items()},
+    )
+    if split in DIGITS_ALONE:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
     bos = tokenizer.bos_token
-    by_kind = described.get("tokenizer_type") == "llama"
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_kind):
+    usual = kind == "llama" or split in WHOLE_WORDS
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", usual):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
@@ -414,18 +479,37 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _without_others(tokenizer: Tokenizer, count: int) -> Tokenizer:
+def _mended(tokenizer: Tokenizer, count: int, *, whole_words: bool) -> Tokenizer:
     """Return a tokenizer without the tokens that are not among the ``count`` of its vocabulary:
-    transformers adds GPT-2's own end to each of its kind, and no model has an embedding for it."""
+    transformers adds GPT-2's own end to each of its kind, and no model has an embedding for it.
+    With ``whole_words``, words that are tokens are so though no merges lead there."""
     described = json.loads(tokenizer.to_str())
     described["added_tokens"] = [each for each in described["added_tokens"] if each["id"] < count]
+    if whole_words:
+        described["model"]["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(described))
 
 
-def _ends(metadata: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def _special(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens with a meaning of their own (bos, eos, unk, pad) that a file has. It may
+    name others than its vocabulary has, which llama.cpp leaves out, too."""
+    count = len(metadata["tokenizer.ggml.tokens"])
+    named = {
+        short: metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for short, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    return {
+        name: number
+        for name, number in named.items()
+        if isinstance(number, int) and 0 <= number < count
+    }
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer."""
+    words: list[str] = metadata["tokenizer.ggml.tokens"]
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    added = tokenizer.added_tokens_decoder.items()
-    control = {token.content: number for number, token in added if token.special}
-    by_text = [control.get(text) for text in END_TOKENS]
-    return list(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
+    several = metadata.get("tokenizer.ggml.eos_token_ids", [])
+    ends = [each for each in (*named, *several) if isinstance(each, int) and each < len(words)]
+    numbers = {word: number for number, word in enumerate(words) if word in END_TOKENS}
+    return list(dict.fromkeys([*ends, *(numbers[word] for word in END_TOKENS if word in numbers)]))
