@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvlinker.engines.contract.gguf_unpacking import unpack
+
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-READERS = ("gguf==0.19.0", "accelerate==1.12.0")
-"""What transformers needs to read GGUF files."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,7 @@ MODELS = {
 
 
 def get(name: str, folder: Path) -> Path:
-    """Return the model's folder in ``folder``, made where it is not there yet.
-
-    The packages of ``READERS`` must be importable.
-    """
+    """Return the model's folder in ``folder``, made where it is not there yet."""
     made = folder / name
     if made.exists():
         return made
@@ -63,7 +60,8 @@ def get(name: str, folder: Path) -> Path:
         if not file.exists():
             _download(MODELS[name], Path(scratch), file)
         half_made = Path(scratch, "model")
-        _convert(file, half_made)
+        half_made.mkdir()
+        unpack([file], half_made)
         half_made.rename(made)
     return made
 
@@ -87,41 +85,10 @@ def _download(packed: Packed, scratch: Path, file: Path) -> None:
     partial.rename(file)
 
 
-def _convert(file: Path, folder: Path) -> None:
-    import torch
-    from gguf import GGUFReader
-    from tokenizers.processors import TemplateProcessing
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    read = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    if hasattr(read.config, "quantization_config"):
-        del read.config.quantization_config  # its weights are no longer quantised
-    model = type(read)(read.config).to(torch.bfloat16)
-    model.load_state_dict(read.state_dict())
-    model.tie_weights()
-    fields = GGUFReader(file).fields
-    adds_bos = fields.get("tokenizer.ggml.add_bos_token")
-    if adds_bos is not None and adds_bos.contents():
-        bos = tokenizer.bos_token  # transformers forgets it, and Gemma talks nonsense without
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, tokenizer.bos_token_id)],
-        )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def main(folder: Path, names: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as readers:
-        subprocess.run([*PIP, "install", "--no-deps", "--target", readers, *READERS], check=True)
-        sys.path.insert(0, readers)
-        for name in names:
-            print(get(name, folder), flush=True)
+    for name in names:
+        print(get(name, folder), flush=True)
 
 
 if __name__ == "__main__":
