@@ -64,8 +64,7 @@ def is_downloaded(model: str) -> bool:
 
     if Path(model).is_dir() or _ggufs(model):
         return True
-    name, _, _ = model.partition(":")
-    return name == model and isinstance(try_to_load_from_cache(model, CONFIG), str)
+    return ":" not in model and isinstance(try_to_load_from_cache(model, CONFIG), str)
 
 
 def _ggufs(model: str) -> tuple[Path, ...]:
@@ -236,9 +235,9 @@ def _of_llama_cpp(folders: Sequence[Path]) -> Iterator[Model]:
     """Yield the models in GGUF: in folders, of Ollama, of LM Studio, and in the hub's cache."""
     from huggingface_hub import constants
 
-    cache = Path(constants.HF_HUB_CACHE)
     from kvlinker.engines.contract.gguf_reading import gguf_facts
 
+    cache = Path(constants.HF_HUB_CACHE)
     for found in known_ggufs([*cache.glob("models--*/snapshots/*"), *folders]):
         try:
             kind, window = gguf_facts(found.files[0])

@@ -333,7 +333,7 @@ def test_what_is_not_read(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": "much"}, "makes no sense as a model"),
         ({"tokenizer.ggml.pre": "deepseek-coder"}, "splits words as 'deepseek-coder'"),
         ({"llama.attention.head_count": [4, 2, 4]}, "layers of the GGUF file differ in num_attent"),
-        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer cannot be read: .*rwkv"),
+        ({"tokenizer.ggml.model": "rwkv"}, "makes no sense as a model: .*'rwkv'"),
     ):
         written(model_of(), path, entries=entries)
         with pytest.raises(ModelLoadError, match=said):
@@ -450,6 +450,8 @@ def test_where_people_have_their_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert from_anywhere("models:Q4_K") == f"{folder}:Q4_K"
     assert from_anywhere("models/m-Q4_K.gguf") == str(folder / "m-Q4_K.gguf")
     assert from_anywhere("someone/some:Q4_0") == "someone/some:Q4_0"
+    (folder / "link.gguf").symlink_to(blob)
+    assert from_anywhere("models/../models/link.gguf") == str(folder / "link.gguf")
     blob.unlink()
     with pytest.raises(ModelLoadError, match="Pull it again"):
         gguf_files("ollama:small")

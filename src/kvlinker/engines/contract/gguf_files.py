@@ -82,7 +82,8 @@ def gguf_files(model: str) -> tuple[Path, ...]:
                 f"{model} is not on this machine. `kvlinker pull {model}` brings it."
             )
         return ()
-    is_other = (folder / "config.json").is_file() or not _files_in(folder)
+    has_any = any(path.suffix.lower() == SUFFIX for path in folder.iterdir())
+    is_other = (folder / "config.json").is_file() or not has_any
     return () if is_other and not part else _chosen(model, folder, part)
 
 
@@ -122,22 +123,14 @@ def known_ggufs(folders: Iterable[Path]) -> Iterator[Found]:
 def models_in(folder: Path) -> list[tuple[Path, ...]]:
     """Return the files of each model of llama.cpp in a folder; of a split one those that are
     there."""
-    models: dict[str, list[Path]] = {}
-    for path in _files_in(folder):
-        if PROJECTOR not in path.name.lower():
-            split = SPLIT.fullmatch(path.name)
-            models.setdefault(split["name"] if split else path.name, []).append(path)
-    return [tuple(files) for files in models.values()]
+    models = _models_among(path.name for path in folder.iterdir())
+    return [tuple(folder / name for name in names) for names in models.values()]
 
 
 def chosen_files(model: str, names: Iterable[str], part: str) -> list[str]:
     """Return those of the file names of a repository that are the GGUF model with ``part`` in its
     name. Raises ModelLoadError where none or several are."""
-    models: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if name.lower().endswith(SUFFIX) and PROJECTOR not in name.lower():
-            split = SPLIT.fullmatch(name)
-            models.setdefault(split["name"] if split else name, []).append(name)
+    models = _models_among(names)
     wanted = {name: files for name, files in models.items() if part.lower() in name.lower()}
     exact = [name for name in wanted if _ends_with(name, part)]
     if len(exact) == 1:
@@ -157,10 +150,13 @@ def chosen_files(model: str, names: Iterable[str], part: str) -> list[str]:
 
 def from_anywhere(model: str) -> str:
     """Return the setting ``model`` as it is right in any folder: paths in it are absolute."""
-    place, part = (model, "") if Path(model).exists() else _parted(model)
-    if not Path(place).exists():
+    name, part = (model, "") if Path(model).exists() else _parted(model)
+    place = Path(name)
+    if not place.exists():
         return model
-    return str(Path(place).absolute()) + (f":{part}" if part else "")
+    # A file keeps its name: those in the hub's cache are links to others whose names say nothing.
+    whole = place.resolve() if place.is_dir() else place.parent.resolve() / place.name
+    return f"{whole}:{part}" if part else str(whole)
 
 
 def is_of_hub(model: str) -> bool:
@@ -177,14 +173,20 @@ def state_of(path: Path) -> str:
     return f"{path.resolve()} {status.st_size} {times} {status.st_ino}"
 
 
+def _models_among(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF models among file names, with their files in order, by the name that the
+    files of a split one share."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(SUFFIX) and PROJECTOR not in name.lower():
+            split = SPLIT.fullmatch(name)
+            models.setdefault(split["name"] if split else name, []).append(name)
+    return models
+
+
 def _chosen(model: str, folder: Path, part: str) -> tuple[Path, ...]:
-    names = [path.name for path in _files_in(folder)]
+    names = [path.name for path in folder.iterdir()]
     return _split_with(folder / chosen_files(model, names, part)[0])
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the GGUF files in a folder, by name."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() == SUFFIX)
 
 
 def _parted(model: str) -> tuple[str, str]:

@@ -1,5 +1,5 @@
-"""Unpacks GGUF files into a folder of transformers, once: a tensor at a time, so that no more than
-the largest of them is in memory as fp32."""
+"""Unpacks GGUF files into a folder of transformers, once: some rows of a tensor at a time, so that
+no more of the weights is in memory as fp32."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvlinker.store.format.durability import synchronize
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 
 PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -227,7 +227,7 @@ def _unpack(whole: GGUF, folder: Path, report: Report) -> None:
     shapes = {
         name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in tied
     }
-    _write_weights(whole, config, shapes, dtype, folder / WEIGHTS, report)
+    _write_weights(whole, config, shapes, dtype, folder / WEIGHTS_FILE, report)
     tokenizer = _tokenizer(metadata)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -446,10 +446,7 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
             f"The GGUF file's tokenizer splits words as {split!r}, which kvlinker does not know."
             " Give the model as a folder of transformers."
         )
-    try:
-        made, _ = convert_gguf_tokenizer(metadata["general.architecture"], described)
-    except Exception as error:  # what damaged vocabularies lead to is of many kinds
-        raise ModelLoadError(f"The GGUF file's tokenizer cannot be read: {error!r}.") from error
+    made, _ = convert_gguf_tokenizer(metadata["general.architecture"], described)
     words: list[str] = described["tokens"]
     templates = {
         key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
