@@ -27,6 +27,10 @@ from kvlinker.engines.contract.gguf_files import from_anywhere, gguf_files, know
 from kvlinker.engines.contract.gguf_reading import gguf_facts, read_gguf
 from kvlinker.engines.contract.gguf_unpacking import unpack, with_folder
 from kvlinker.engines.contract.known_models import remembered_fingerprint
+from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
+from kvlinker.engines.embedded.model.weights.native_products import grouped_products
+from kvlinker.engines.embedded.model.weights.native_quantized import GroupedMatrix
+from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import load_settings
 
@@ -194,6 +198,31 @@ def test_each_kind_of_weights(kind: str, tmp_path: Path) -> None:
         values = model.state_dict()[name].float().numpy()
         expected = gguf.dequantize(gguf.quantize(values, number), number)
         assert torch.equal(weights[name], torch.from_numpy(expected).to(dtype))
+
+
+@pytest.mark.skipif(grouped_products() is None, reason="no native products")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_weights_stay_the_codes_of_the_file(family: str, kind: str, tmp_path: Path) -> None:
+    """Native code multiplies by them, also by the tied head; the model's own format is bfloat16."""
+    number = gguf.GGMLQuantizationType[kind]
+    file = written(model_of(family), tmp_path / "model.gguf", kind=number)
+    settings = load_settings(model=str(file), state_dir=tmp_path / "state", dtype="bfloat16")
+    loaded = {
+        weights: load_model(settings.model_copy(update={"weights": weights}))
+        for weights in ("auto", "bf16")
+    }
+    assert len({each.fingerprint for each in loaded.values()}) == 1
+    weights = load_file(Path(with_folder(settings).model) / "model.safetensors")
+    matrices = [part for part in loaded["auto"].model.modules() if isinstance(part, GroupedMatrix)]
+    assert len(matrices) == 3 * 5 + 1  # queries, keys and values are one; the gate's block is not full
+    for name, part in loaded["auto"].model.named_modules():
+        if isinstance(part, MatrixLinear | SharedLinear):
+            assert torch.equal(part.weight, weights[f"{name}.weight"])
+    assert not any(isinstance(part, GroupedMatrix) for part in loaded["bf16"].model.modules())
+    inputs = torch.randn(5, SIZES["hidden_size"]).bfloat16()
+    by_codes, by_weights = (each.model.model.layers[1].mlp(inputs) for each in loaded.values())
+    torch.testing.assert_close(by_codes, by_weights, rtol=0.05, atol=0.05 * by_weights.abs().max())
 
 
 def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

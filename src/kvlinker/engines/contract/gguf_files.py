@@ -43,6 +43,9 @@ OLLAMA_REFUSED = {
 UNPACKED = "unpacked"
 """The folder in the state directory with what GGUF files were unpacked into."""
 
+UNPACKED_AS = "bfloat16 and codes"
+"""What files are unpacked into: of other versions of kvlinker, other folders are found."""
+
 
 class Found(NamedTuple):
     """Describes a model of llama.cpp on this machine."""
@@ -93,7 +96,7 @@ def unpacked_folder(settings: Settings) -> Path | None:
     if not (files := gguf_files(settings.model)):
         return None
     place = blake3(from_anywhere(settings.model).encode()).hexdigest(8)
-    content = blake3("\n".join(map(state_of, files)).encode()).hexdigest(8)
+    content = blake3("\n".join([UNPACKED_AS, *map(state_of, files)]).encode()).hexdigest(8)
     return settings.state_dir / UNPACKED / place / content
 
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.loading import Report, unreported
 from kvlinker.engines.contract.gguf_files import gguf_files, unpacked_folder
 from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
+from kvlinker.engines.contract.grouped_codes import (
+    BLOCK,
+    GROUPED_FILE,
+    KINDS,
+    block_bytes,
+    codes_of,
+    grouped_blocks,
+)
 from kvlinker.settings import Settings
 from kvlinker.store.format.durability import synchronize
 
@@ -48,10 +56,19 @@ PLAIN = {
 }
 """The dtypes of tensors that are not quantised."""
 
+ROWS_AT_ONCE = 16 * BLOCK
+"""The rows whose codes are put in blocks at a time."""
+
+CACHE_LINE = 64
+"""What tensors begin at multiples of in files, in bytes."""
+
+UNPACKED_SHARE = 0.7
+"""The share of the time to unpack a file that its weights in bfloat16 take."""
+
 PIECE = 1 << 22
 """The values that are computed at a time: their temporaries fit into some megabytes."""
 
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 """What safetensors calls the dtypes."""
 
 ARCHITECTURES = {
@@ -227,7 +244,9 @@ def _unpack(whole: GGUF, folder: Path, report: Report) -> None:
     shapes = {
         name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in tied
     }
-    _write_weights(whole, config, shapes, dtype, folder / WEIGHTS_FILE, report)
+    names = _names(whole, shapes)
+    _write_weights(whole, names, config, shapes, dtype, folder / WEIGHTS_FILE, report)
+    _write_grouped(whole, names, config, folder / GROUPED_FILE, report)
     tokenizer = _tokenizer(metadata)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -332,43 +351,100 @@ def _llama3_scaling(factors: Tensor, theta: float, head_dim: int) -> dict[str, A
     }
 
 
-def _write_weights(
-    whole: GGUF,
-    config: Any,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    path: Path,
-    report: Report,
-) -> None:
-    """Write the tensors of a GGUF file as a file of safetensors, whose tensors have ``shapes``, by
-    transformers' names. It is written where it is mapped, so that tensors may come in any order.
+def _names(whole: GGUF, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the names of a GGUF file's tensors by transformers' names, in the order of ``shapes``.
     Raises ModelLoadError where tensors are missing or unknown."""
     architecture = whole.metadata["general.architecture"]
-    names = {name: _name(name, architecture) for name in whole.tensors if name != ROPE_FACTORS}
-    for own_name, name in names.items():
+    names = {_name(name, architecture): name for name in whole.tensors if name != ROPE_FACTORS}
+    for name, own_name in names.items():
         place = whole.tensors[own_name]
         if place.shape != shapes.get(name):
             raise ModelLoadError(
                 f"{place.path} has a tensor {own_name!r} of shape {list(place.shape)}, which a"
                 f" model of its architecture ({architecture}) does not have."
             )
-    if lacking := sorted(shapes.keys() - names.values()):
+    if lacking := sorted(shapes.keys() - names.keys()):
         raise ModelLoadError(
             f"The GGUF file lacks {len(lacking)} tensors, such as {', '.join(lacking[:3])}."
         )
-    views = _mapped(path, shapes, dtype)
-    for done, (own_name, name) in enumerate(names.items()):
-        report("unpacking", done / len(names))
+    return {name: names[name] for name in shapes}
+
+
+def _write_weights(
+    whole: GGUF,
+    names: Mapping[str, str],
+    config: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    path: Path,
+    report: Report,
+) -> None:
+    """Write the tensors of a GGUF file as a file of safetensors, whose tensors have ``shapes``. It
+    is written where it is mapped."""
+    architecture = whole.metadata["general.architecture"]
+    views = _mapped(path, {name: Entry(dtype, shape) for name, shape in shapes.items()})
+    for done, (name, own_name) in enumerate(names.items()):
+        report("unpacking", UNPACKED_SHARE * done / len(names))
         place, view = whole.tensors[own_name], views[name]
         rows = view.view(-1, place.shape[-1])
         # llama.cpp multiplies by what Gemma adds to 1.
         less = float(architecture.startswith("gemma") and name.endswith("norm.weight"))
         for first, values in _pieces(place):
             rows[first : first + len(values)] = values - less if less else values
-        if architecture == "llama" and ".self_attn.q_proj." in name:
-            view.copy_(_unpermuted(view, config.num_attention_heads))
-        elif architecture == "llama" and ".self_attn.k_proj." in name:
-            view.copy_(_unpermuted(view, config.num_key_value_heads))
+        if heads := _paired_heads(name, architecture, config):
+            view.copy_(_unpermuted(view, heads))
+
+
+def _write_grouped(
+    whole: GGUF, names: Mapping[str, str], config: Any, path: Path, report: Report
+) -> None:
+    """Write the matrices of a GGUF file whose kind is grouped as the codes that they are. Layers
+    with one input are neighbours."""
+    architecture = whole.metadata["general.architecture"]
+    places = {
+        name: place
+        for name, own_name in names.items()
+        if (place := whole.tensors[own_name]).kind in KINDS and len(place.shape) == 2
+    }
+    if not places:
+        return
+    entries = {
+        name: Entry(
+            torch.uint8, (-(-place.shape[0] // BLOCK), block_bytes(place.kind, place.shape[1]))
+        )
+        for name, place in places.items()
+    }
+    described = {
+        name: f"{KINDS[place.kind].form} {KINDS[place.kind].group} {outputs} {inputs}"
+        for name, place in places.items()
+        for outputs, inputs in [place.shape]
+    }
+    views = _mapped(path, entries, described)
+    for done, (name, place) in enumerate(places.items()):
+        report("unpacking", UNPACKED_SHARE + (1 - UNPACKED_SHARE) * done / len(places))
+        order = torch.arange(place.shape[0])
+        if heads := _paired_heads(name, architecture, config):
+            order = _unpermuted(order, heads)
+        shape = place.shape[0], place.nbytes // place.shape[0]
+        raw = np.memmap(place.path, np.uint8, "r", offset=place.begin, shape=shape)
+        for first in range(0, len(order), ROWS_AT_ONCE):
+            rows = codes_of(raw[order[first : first + ROWS_AT_ONCE].numpy()], place.kind)
+            blocks = grouped_blocks(rows, KINDS[place.kind].form)
+            if blocks is None:
+                logger.info("%s stays in bfloat16: its scales are no numbers of fp16.", name)
+                path.unlink()
+                return
+            begin = first // BLOCK
+            views[name][begin : begin + len(blocks)] = blocks.flatten(1)
+
+
+def _paired_heads(name: str, architecture: str, config: Any) -> int:
+    """Return the heads of a tensor whose rows llama.cpp puts in pairs; 0 where it does not."""
+    if architecture == "llama" and ".self_attn.q_proj." in name:
+        return int(config.num_attention_heads)
+    if architecture == "llama" and ".self_attn.k_proj." in name:
+        return int(config.num_key_value_heads)
+    return 0
 
 
 def _pieces(place: Place) -> Iterator[tuple[int, Tensor]]:
@@ -389,27 +465,42 @@ def _pieces(place: Place) -> Iterator[tuple[int, Tensor]]:
             yield first, torch.from_numpy(dequantize(raw, place.kind))
 
 
+class Entry(NamedTuple):
+    """Describes a tensor of a file of safetensors."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def _mapped(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    path: Path, entries: Mapping[str, Entry], described: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """Make a file of safetensors for tensors of these shapes, and return them, mapped from it."""
-    entries: dict[str, Any] = {}
-    ends = list(accumulate(math.prod(shape) * dtype.itemsize for shape in shapes.values()))
-    for (name, shape), begin, end in zip(shapes.items(), [0, *ends], ends, strict=False):
-        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    header += b" " * (-len(header) % 8)  # which aligns what follows
-    size = 8 + len(header) + ends[-1]
+    """Make a file of safetensors with these tensors, ``described`` in its metadata, and return
+    them, mapped from it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(described or {})}}
+    ends = list(accumulate(entry.nbytes for entry in entries.values()))
+    for (name, entry), begin, end in zip(entries.items(), [0, *ends], ends, strict=False):
+        header[name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (begin, end),
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
+    size = 8 + len(text) + ends[-1]
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(len(text).to_bytes(8, "little") + text)
         os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full ends no process then
     whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-    weights = (
-        whole[8 + len(header) :]
-        .view(dtype)
-        .split_with_sizes([math.prod(each) for each in shapes.values()])
-    )
-    return {name: flat.view(shapes[name]) for name, flat in zip(shapes, weights, strict=True)}
+    parts = whole[8 + len(text) :].split_with_sizes([entry.nbytes for entry in entries.values()])
+    return {
+        name: part.view(entry.dtype).view(entry.shape)
+        for (name, entry), part in zip(entries.items(), parts, strict=True)
+    }
 
 
 def _name(name: str, architecture: str) -> str:

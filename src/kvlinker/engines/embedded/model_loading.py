@@ -12,6 +12,7 @@ from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.gguf_unpacking import with_folder
+from kvlinker.engines.contract.grouped_codes import GroupedFile, read_grouped
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.contract.model_files import (
     fingerprint,
@@ -92,6 +93,7 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
         state_inputs=settings.state_inputs,
         name=name,
         verdicts=verdicts,
+        grouped=read_grouped(folder),
         report=report,
     )
     if name is not None:
@@ -119,11 +121,12 @@ def prepare_model(
     state_inputs: bool = True,
     name: str | None = None,
     verdicts: Verdicts | None = None,
+    grouped: GroupedFile | None = None,
     report: Report = unreported,
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
     weights the format ``weights``. With ``native``, native code multiplies by them in bf16 and
-    computes norms.
+    computes norms, and multiplies by weights that are ``grouped`` as they are.
 
     With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
     fingerprint of the model's files; without it that of the model is computed. Checks that
@@ -157,6 +160,7 @@ def prepare_model(
         linear_calls,
         weights,
         sampled,
+        grouped=grouped,
         native=native,
         verdicts=verdicts,
         report=part_of(report, CHECKED, 1.0),
@@ -185,6 +189,7 @@ def quicken_model(
     weights: WeightFormat,
     sampled: Mapping[nn.Module, Tensor],
     *,
+    grouped: GroupedFile | None = None,
     native: bool,
     verdicts: Verdicts | None = None,
     report: Report = unreported,
@@ -195,7 +200,9 @@ def quicken_model(
     not compared again where ``verdicts`` remember that it was right."""
     if native:
         arrange_experts(model, weights, sampled)
-    arrange_weights(model, linear_calls, weights, sampled, native=native, report=report)
+    arrange_weights(
+        model, linear_calls, weights, sampled, grouped=grouped, native=native, report=report
+    )
     if not native:
         return "native_attention is off"
     quicken_norms(model)

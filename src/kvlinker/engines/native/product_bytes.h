@@ -23,16 +23,16 @@ template <typename Form>
 struct BytesStep {
     using Number = int8_t;
     using Sum = Words;
-    static constexpr int INPUTS = 2 * Form::PAIRS;
+    static constexpr int INPUTS = Form::INPUTS, BYTES = Form::WORDS * STEP;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Words (&sums)[ROWS][PANEL], const uint8_t* at, const int8_t* inputs,
                                            int64_t stride) {
-#pragma GCC unroll 2
-        for (int part = 0; part < Form::PAIRS / 2; ++part) {
+#pragma GCC unroll 8
+        for (int part = 0; part < INPUTS / 4; ++part) {
             Words bytes[PANEL];
 #pragma GCC unroll 16
-            for (int v = 0; v < PANEL; ++v) bytes[v] = Form::bytes_of(load<Words>(at + v * VECTOR), part);
+            for (int v = 0; v < PANEL; ++v) bytes[v] = Form::bytes_of(at + v * VECTOR, part);
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row) {
                 const Words four = broadcast_word(inputs + part * 4 + row * stride);
@@ -68,7 +68,7 @@ struct RoundedInputs {
         int8_t* to = numbers.get() + row * stride;
         for (int64_t index = row * groups, first = 0; first < width; ++index, first += group)
             round<Form>(inputs + first, std::min(group, width - first), to + first, index);
-        for (int64_t at = 0; at < stride; at += VECTOR) store(to + at, ordered<Form>(load<Bytes>(to + at)));
+        for (int64_t at = 0; at < stride; at += VECTOR) store(to + at, Form::ordered(load<Bytes>(to + at)));
     }
 
 private:
@@ -93,18 +93,5 @@ private:
             store_some(to + at, __builtin_convertvector(bytes, VectorOf<int8_t, LANES>::type), count - at);
         }
         starts.get()[index] = -Form::OFFSET * sum_of(total);
-    }
-
-    // A word's bytes are those of the first inputs of two pairs, then of the second ones; in 4 bits, pairs of every other
-    // one first.
-    template <typename Form>
-    static Bytes ordered(Bytes bytes) {
-        constexpr int INPUTS = 2 * Form::PAIRS;
-        Bytes order{};
-        for (int i = 0; i < VECTOR; ++i) {
-            const int part = i % INPUTS / 4, input = i % 4 / 2, pair = i % 2;
-            order[i] = i / INPUTS * INPUTS + 2 * (part + pair * Form::PAIRS / 2) + input;
-        }
-        return __builtin_shuffle(bytes, order);
     }
 };

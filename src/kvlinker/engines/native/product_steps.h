@@ -15,12 +15,25 @@ inline Floats header_at(const uint8_t* header, int vector) {
     return load_bf16(reinterpret_cast<const bf16*>(header) + vector * LANES);
 }
 
+// Bytes of inputs in the order of words with as many PAIRS: those of the first inputs of two pairs, then of the second ones;
+// in 4 bits, pairs of every other one first.
+template <int PAIRS>
+Bytes in_pairs(Bytes bytes) {
+    constexpr int INPUTS = 2 * PAIRS;
+    Bytes order{};
+    for (int i = 0; i < VECTOR; ++i) {
+        const int part = i % INPUTS / 4, input = i % 4 / 2, pair = i % 2;
+        order[i] = i / INPUTS * INPUTS + 2 * (part + pair * PAIRS / 2) + input;
+    }
+    return __builtin_shuffle(bytes, order);
+}
+
 // Forms of weights: how words become numbers or bytes; what is added to the total of an output for each group of inputs,
-// by the sum of their products; and what scales the total. Bytes are codes plus OFFSET. FETCHED_AHEAD: whether weights that
+// by the sum of their products; and what scales the total. A step has WORDS for INPUTS. Bytes are codes plus OFFSET. FETCHED_AHEAD: whether weights that
 // are read once are; processors that multiply bf16 do so by themselves where little is computed (measured on Zen 4).
 struct InBf16 {
     static constexpr int PAIRS = 1;  // of inputs in a word
-    static constexpr int HEADER = 0;
+    static constexpr int INPUTS = 2, WORDS = 1, HEADER = 0;
     static constexpr bool HEADED_GROUPS = false;  // else a block has one header
     static constexpr int WIDENED_FROM = MULTIPLIES_BF16 ? INT32_MAX : 96;  // rows
     static constexpr bool FETCHED_AHEAD = !MULTIPLIES_BF16;
@@ -32,7 +45,7 @@ struct InBf16 {
 
 // Header: the scale of each output.
 struct In8Bits {
-    static constexpr int PAIRS = 2, HEADER = BLOCK * sizeof(bf16);
+    static constexpr int PAIRS = 2, INPUTS = 4, WORDS = 1, HEADER = BLOCK * sizeof(bf16);
     static constexpr bool HEADED_GROUPS = false;
     static constexpr int WIDENED_FROM = 20;
     static constexpr bool FETCHED_AHEAD = !MULTIPLIES_BF16;
@@ -42,19 +55,21 @@ struct In8Bits {
     static Floats numbers_of(Words words, int pair, int input) {
         return __builtin_convertvector((words ^ SIGNS) << (24 - 16 * input - 8 * pair) >> 24, Floats);
     }
-    static Words bytes_of(Words words, int) { return SIGNED_BYTES ? words ^ SIGNS : words; }
+    static Words bytes_of(const uint8_t* at, int) { return SIGNED_BYTES ? load<Words>(at) ^ SIGNS : load<Words>(at); }
+    static Bytes ordered(Bytes bytes) { return in_pairs<PAIRS>(bytes); }
     static Floats added(Floats total, Floats sum, const uint8_t*, int, float) { return total + sum; }
     static Floats scaled(Floats total, const uint8_t* header, int vector) { return total * header_at(header, vector); }
 };
 
 // Header: the scale of each output, then what code 8 means.
 struct In4Bits {
-    static constexpr int PAIRS = 4, HEADER = 2 * BLOCK * sizeof(bf16);
+    static constexpr int PAIRS = 4, INPUTS = 8, WORDS = 1, HEADER = 2 * BLOCK * sizeof(bf16);
     static constexpr bool HEADED_GROUPS = true;
     static constexpr bool FETCHED_AHEAD = true;
     static constexpr int OFFSET = 8;
 
-    static Words bytes_of(Words words, int part) { return words >> 4 * part & 0x0f0f0f0f; }
+    static Words bytes_of(const uint8_t* at, int part) { return load<Words>(at) >> 4 * part & 0x0f0f0f0f; }
+    static Bytes ordered(Bytes bytes) { return in_pairs<PAIRS>(bytes); }
     static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
         return total + sum * header_at(header, vector) + inputs * header_at(header, VECTORS + vector);
     }
@@ -73,7 +88,7 @@ struct Inputs {
     float sum(int64_t) const { return 0.0f; }
 };
 
-// Steps: each has the `Number` that inputs are, the `Sum` that it adds to, how many inputs it takes, and `add`, which adds
+// Steps: each has the `Number` that inputs are, the `Sum` that it adds to, how many inputs and bytes it takes, and `add`, which adds
 // to the sums what the vectors of weights from `at` on make of each row's inputs.
 
 // Weights that are pairs of bf16. Six rows have 24 sums, which leaves eight registers: weights are all loaded, and a row's
@@ -81,7 +96,7 @@ struct Inputs {
 struct PairsStep {
     using Number = bf16;
     using Sum = Floats;
-    static constexpr int INPUTS = 2;
+    static constexpr int INPUTS = 2, BYTES = STEP;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,
@@ -102,7 +117,7 @@ struct PairsStep {
 struct FloatsStep {
     using Number = float;
     using Sum = Floats;
-    static constexpr int INPUTS = 1;
+    static constexpr int INPUTS = 1, BYTES = STEP;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
@@ -130,7 +145,7 @@ template <typename Form>
 struct WideningStep {
     using Number = float;
     using Sum = Floats;
-    static constexpr int INPUTS = 2 * Form::PAIRS;
+    static constexpr int INPUTS = Form::INPUTS, BYTES = STEP;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
@@ -152,7 +167,7 @@ struct WideningStep {
 struct LookingUpStep {
     using Number = bf16;
     using Sum = Floats;
-    static constexpr int INPUTS = 2 * In8Bits::PAIRS;
+    static constexpr int INPUTS = In8Bits::INPUTS, BYTES = STEP;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,

@@ -33,7 +33,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     RecordedAttention,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
+from kvlinker.engines.embedded.model.weights.native_products import Form, products_of
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
 
 
@@ -210,9 +210,7 @@ class BoundProgram:
 
 
 def _product_function(form: Form) -> native.Function:
-    products = native_products()
-    assert products is not None, "weights were packed for a processor with native code"
-    return products.function(form)
+    return products_of(form).function(form)
 
 
 def address_of(function: native.Function) -> int | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base.loading import Report, unreported
+from kvlinker.engines.contract.grouped_codes import GroupedFile, joined
 from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.memory import drop_mapped, mapped_files, return_freed
@@ -31,8 +32,12 @@ from kvlinker.engines.embedded.model.weights.matrices import (
     packed_matrix,
     packs,
 )
-from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.native_products import (
+    grouped_products,
+    native_products,
+)
 from kvlinker.engines.embedded.model.weights.native_quantized import (
+    GroupedMatrix,
     NativeInt4Matrix,
     NativeInt8Matrix,
     multiplied_in_int8,
@@ -103,6 +108,7 @@ def arrange_weights(
     weights: WeightFormat = "auto",
     sampled: Mapping[nn.Module, Tensor] = NOTHING,
     *,
+    grouped: GroupedFile | None = None,
     native: bool = True,
     report: Report = unreported,
 ) -> None:
@@ -115,7 +121,8 @@ def arrange_weights(
     packing would take too much memory, as with the tied embeddings of a small model. In 8 and 4
     bits are the decoder layers' weights, except routers; the head and embeddings are not. By
     weights in 8 bits, inputs in 8 bits are multiplied where those ``sampled`` of a layer can be
-    rounded so. Without ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
+    rounded so. Those that are ``grouped`` stay so where the format is the model's own. Without
+    ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
@@ -124,6 +131,9 @@ def arrange_weights(
     first = next(model.parameters())
     groups = _groups(model, seen)
     files = mapped_files()
+    stays = native and weights == "auto" and first.dtype == torch.bfloat16 and first.is_cpu
+    if stays and grouped is not None and grouped_products() is not None:
+        groups = _arrange_grouped(model, groups, grouped, files)
     if weights in QUANTISED:
         inside = {part for layer in decoder_layers(model) for part in layer.modules()}
         experts = expert_counts(model.config)
@@ -201,16 +211,23 @@ def _replace(
 ) -> int:
     """Put a matrix of this kind in the places of the group's layers, and free their weights, which
     may lie in mapped ``files``; return the bytes of those that others still need."""
+    weights = [place.linear.weight for place in group]
+    return _put(model, group, kind(weights[0] if len(group) == 1 else torch.cat(weights)), files)
+
+
+def _put(
+    model: nn.Module, group: Sequence[_Place], matrix: Matrix, files: Collection[range]
+) -> int:
+    """Put ``matrix`` in the places of the group's layers, as ``_replace`` does."""
     linears = [place.linear for place in group]
     weights = [linear.weight for linear in linears]
     is_tied = any(place.is_tied for place in group)
     if len(group) == 1:
-        matrix = kind(weights[0])
         group[0].put(MatrixLinear(linears[0], matrix))
         if is_tied:
             share_with_embeddings(model, weights[0], matrix)
     else:
-        shared = SharedMatrix(kind(torch.cat(weights)), linears)
+        shared = SharedMatrix(matrix, linears)
         for index, place in enumerate(group):
             place.put(SharedLinear(place.linear, shared, index))
     needed = {id(weight) for weight in model.parameters()} if is_tied else ()
@@ -223,6 +240,40 @@ def _replace(
     del weight, weights
     return_freed()
     return kept
+
+
+def _arrange_grouped(
+    model: nn.Module,
+    groups: Sequence[list[_Place]],
+    grouped: GroupedFile,
+    files: Collection[range],
+) -> list[list[_Place]]:
+    """Have layers whose weights are ``grouped`` multiply by them: those of a group together that
+    are of one form, and neighbours in the file. Return the layers that are left."""
+    placed = {
+        id(weight): grouped.places[name]
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if name in grouped.places
+    }
+    left: list[list[_Place]] = []
+    for group in groups:
+        runs: list[list[_Place]] = []
+        for place in group:
+            found = placed.get(id(place.linear.weight))
+            before = placed.get(id(runs[-1][-1].linear.weight)) if runs else None
+            joins = found is not None and before is not None and joined(before, found)
+            if bool(runs) and (joins or (found is None and before is None)):
+                runs[-1].append(place)
+            else:
+                runs.append([place])
+        for run in runs:
+            places = [placed.get(id(place.linear.weight)) for place in run]
+            known = [place for place in places if place is not None]
+            if known:
+                _put(model, run, GroupedMatrix(grouped.content, known), files)
+            else:
+                left.append(run)
+    return left
 
 
 @dataclass(frozen=True, slots=True)

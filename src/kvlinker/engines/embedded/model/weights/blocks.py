@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-BLOCK = 64
-"""The outputs that lie together; the last block is filled up with zeros."""
+from kvlinker.engines.contract.grouped_codes import BLOCK
 
 LANES = 16
 """The outputs whose weights a vector holds."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks
+from kvlinker.engines.contract.grouped_codes import BLOCK
+from kvlinker.engines.embedded.model.weights.blocks import bf16_blocks
 from kvlinker.engines.embedded.model.weights.native_products import Form, native_products
 from kvlinker.engines.native.targets import this_target
 

@@ -1,5 +1,6 @@
-"""Products with weights by ``native/products.cpp``, in bf16, 8 and 4 bits, and with plain ones by
-``native/plain_products.cpp``, on CPUs."""
+"""Products with weights by ``native/products.cpp``, in bf16, 8 and 4 bits, with plain ones by
+``native/plain_products.cpp``, and with those of GGUF files by ``native/grouped_products.cpp``, on
+CPUs."""
 
 from __future__ import annotations
 
@@ -8,23 +9,39 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvlinker.engines import native
-from kvlinker.engines.embedded.model.weights.blocks import BLOCK, bf16_blocks, code_blocks
+from kvlinker.engines.contract.grouped_codes import (
+    BITS,
+    BLOCK,
+    Codes,
+    GroupedForm,
+    grouped_blocks,
+    inputs_of_step,
+    values_of,
+)
+from kvlinker.engines.embedded.model.weights.blocks import bf16_blocks, code_blocks
 
-Form = Literal["plain", "bf16", "int8", "int8_int8", "int4"]
+Form = Literal["plain", "bf16", "int8", "int8_int8", "int4"] | GroupedForm
 """Names the form in which weights are stored: ``plain`` is as PyTorch has them, in bf16. By those
 in 8 bits, inputs of 16 bits are multiplied, or in ``int8_int8`` ones that are rounded to 8."""
 
-FILES: Mapping[str, Sequence[Form]] = {
+Files = Mapping[str, Sequence[Form]]
+"""The files that multiply by weights in these forms."""
+
+FILES: Files = {
     "plain_products.cpp": ("plain",),
     "products.cpp": ("bf16", "int8", "int8_int8", "int4"),
 }
-"""The files that multiply by weights in these forms."""
+GROUPED_FILES: Files = {"grouped_products.cpp": tuple(BITS)}
 
-ROUNDING: Collection[Form] = ("int8_int8", "int4")
+Case = tuple[Tensor, Tensor, int]
+"""A weight in blocks, the same as it is, [outputs, inputs], and the inputs that share scales."""
+
+ROUNDING: Collection[Form] = ("int8_int8", "int4", *BITS)
 """The forms in which inputs are rounded to 8 bits."""
 
 CHECKED_ROWS = (5, 100)
@@ -49,14 +66,15 @@ class NativeProducts:
     """Multiplies rows by a matrix of weights that are plain, or in the blocks of
     ``kvlinker.engines.embedded.model.weights.blocks``."""
 
-    def __init__(self) -> None:
-        """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
+    def __init__(self, files: Files, cases: Mapping[Form, Case]) -> None:
+        """Load the functions of ``files``, and compare them with PyTorch by ``cases``. Raises
+        NativeUnavailableError."""
         self._functions: dict[Form, native.Function] = {}
-        for file, forms in FILES.items():
+        for file, forms in files.items():
             names = {form: f"kvlinker_multiply_{form}" for form in forms}
             found = native.functions(file, dict.fromkeys(names.values(), Product))
             self._functions |= {form: found[name] for form, name in names.items()}
-        self._check()
+        self._check(cases)
 
     def multiply(
         self,
@@ -97,54 +115,100 @@ class NativeProducts:
         """Return the function that multiplies by weights in this form: it takes a ``Product``."""
         return self._functions[form]
 
-    def _check(self) -> None:
-        """Compare each form with PyTorch, on two blocks of which the last one is not full. Raises
-        NativeUnavailableError if they differ."""
-        generator = torch.Generator().manual_seed(0)
-        outputs, width, group = BLOCK + 6, 96, 32
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).bfloat16()
-
-        weight = random(outputs, width)
-        codes = torch.randint(16, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
-        signed = torch.randint(
-            -127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32
-        )
-        scales, grids = (
-            random(2, 1, BLOCK),
-            random(2, width // group, 2, BLOCK),
-        )  # a grid: scale, what code 8 means
-        scale, middle = (
-            part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1)
-            for part in grids.unbind(2)
-        )
-        bytes_blocks = code_blocks(scales, signed + 128, 8)
-        bytes_dense = signed * scales.view(-1, 1)
-        cases: dict[Form, tuple[Tensor, Tensor, int]] = {
-            "plain": (weight, weight, width),
-            "bf16": (bf16_blocks(weight), weight, width),
-            "int8": (bytes_blocks, bytes_dense, width),
-            "int8_int8": (bytes_blocks, bytes_dense, 2 * group),
-            "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
-        }
-        bias = random(outputs)
+    def _check(self, cases: Mapping[Form, Case]) -> None:
+        """Compare each form with PyTorch. Raises NativeUnavailableError if they differ."""
+        bias = _random(CHECKED_OUTPUTS)
         for form, (blocks, dense, shared) in cases.items():
             for rows in CHECKED_ROWS:
-                inputs = random(rows, width)
+                inputs = _random(rows, CHECKED_WIDTH)
                 ours = self.multiply(
-                    form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias
+                    form, inputs, blocks.data_ptr(), CHECKED_OUTPUTS, group=shared, bias=bias
                 )
                 met = rounded_to_bytes(inputs, shared) if form in ROUNDING else inputs.float()
-                expected = met @ dense[:outputs].float().T + bias.float()
+                expected = met @ dense[:CHECKED_OUTPUTS].float().T + bias.float()
                 native.require_close(ours, expected, f"the product with weights in {form}")
+
+
+CHECKED_OUTPUTS, CHECKED_WIDTH, CHECKED_GROUP = BLOCK + 6, 96, 32
+"""The shape of the weights that are checked: two blocks, of which the last one is not full."""
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def _cases() -> dict[Form, Case]:
+    """Return weights in the forms that kvlinker makes itself."""
+    generator = torch.Generator().manual_seed(0)
+    width, group = CHECKED_WIDTH, CHECKED_GROUP
+    weight = _random(CHECKED_OUTPUTS, width)
+    codes = torch.randint(16, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+    signed = torch.randint(-127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+    scales, grids = (
+        _random(2, 1, BLOCK),
+        _random(2, width // group, 2, BLOCK),
+    )  # a grid: scale, what code 8 means
+    scale, middle = (
+        part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1) for part in grids.unbind(2)
+    )
+    bytes_blocks = code_blocks(scales, signed + 128, 8)
+    bytes_dense = signed * scales.view(-1, 1)
+    return {
+        "plain": (weight, weight, width),
+        "bf16": (bf16_blocks(weight), weight, width),
+        "int8": (bytes_blocks, bytes_dense, width),
+        "int8_int8": (bytes_blocks, bytes_dense, 2 * group),
+        "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
+    }
+
+
+def _grouped_cases() -> dict[Form, Case]:
+    """Return weights in the forms of GGUF files."""
+    numbers = np.random.default_rng(0)
+    cases: dict[Form, Case] = {}
+    for form, bits in BITS.items():
+        group = min(CHECKED_GROUP, max(16, inputs_of_step(bits)))
+        shape = CHECKED_OUTPUTS, CHECKED_WIDTH // group
+        scales, minima = numbers.normal(size=(2, *shape)).astype(np.float32)
+        codes = numbers.integers(1 << bits, size=(CHECKED_OUTPUTS, CHECKED_WIDTH), dtype=np.uint8)
+        rows = Codes(codes, scales, minima if form.endswith("_min") else None)
+        blocks = grouped_blocks(rows, form)
+        assert blocks is not None
+        cases[form] = (blocks, values_of(blocks, form, CHECKED_OUTPUTS), group)
+    return cases
+
+
+def load_products() -> NativeProducts:
+    """Compile and check the products with weights in kvlinker's own forms. Raises
+    NativeUnavailableError."""
+    return NativeProducts(FILES, _cases())
+
+
+def load_grouped() -> NativeProducts:
+    """Compile and check the products with weights of GGUF files. Raises
+    NativeUnavailableError."""
+    return NativeProducts(GROUPED_FILES, _grouped_cases())
 
 
 @cache
 def native_products() -> NativeProducts | None:
     """Return the native products, compiled when first asked for; None if there are none, and the
     log says why."""
-    return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
+    return native.or_fall_back(load_products, "Weights are multiplied by PyTorch's kernels")
+
+
+@cache
+def grouped_products() -> NativeProducts | None:
+    """Return the native products with weights of GGUF files, compiled when first asked for; None
+    if there are none, and the log says why."""
+    return native.or_fall_back(load_grouped, "Weights of GGUF files are multiplied by in bfloat16")
+
+
+def products_of(form: Form) -> NativeProducts:
+    """Return the native products with weights in this form, which are there."""
+    products = grouped_products() if form in BITS else native_products()
+    assert products is not None, "weights were packed for a processor with native code"
+    return products
 
 
 class Product(ctypes.Structure):

@@ -1,5 +1,5 @@
-"""Weights in 8 and 4 bits in the blocks of ``native/products.cpp``: faster than PyTorch's kernels
-for any rows.
+"""Weights in 8 and 4 bits in the blocks of ``native/products.cpp``, and those of GGUF files in the
+blocks of ``native/grouped_products.cpp``: faster than PyTorch's kernels for any rows.
 
 By codes, inputs are multiplied that are rounded to 8 bits, each group of them by a scale of its
 own. By codes of 8 bits, inputs keep 16 where one of them is so much larger than the others of its
@@ -8,16 +8,18 @@ group that rounding these would do harm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.weights.blocks import BLOCK, code_blocks, codes_of, padded
+from kvlinker.engines.contract.grouped_codes import BLOCK, GroupedForm, Placed, values_of
+from kvlinker.engines.embedded.model.weights.blocks import code_blocks, codes_of, padded
 from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix, NativeWeights
 from kvlinker.engines.embedded.model.weights.native_products import (
     Form,
-    native_products,
+    products_of,
     rounded_to_bytes,
 )
 from kvlinker.engines.embedded.model.weights.quantized import (
@@ -31,9 +33,6 @@ from kvlinker.engines.embedded.model.weights.quantized import (
 class CodesMatrix(Matrix):
     """Holds a weight whose codes lie in blocks of 64 outputs; each block has groups of inputs, each
     with a header."""
-
-    BITS: ClassVar[int]
-    """The bits of a code."""
 
     AMX_FROM = 32
     """The number of rows from which on, where there is AMX, oneDNN by the whole matrix in bf16 is
@@ -66,9 +65,7 @@ class CodesMatrix(Matrix):
 
     def product(self, form: Form, rows: Tensor) -> Tensor:
         """Return ``rows`` [rows, inputs], bf16, times the weight transposed: [rows, outputs]."""
-        products = native_products()
-        assert products is not None, "weights were packed for a processor with native code"
-        return products.multiply(
+        return products_of(form).multiply(
             form, rows, self.blocks.data_ptr(), self.outputs, group=self.group, bias=None
         )
 
@@ -76,7 +73,8 @@ class CodesMatrix(Matrix):
 class NativeInt8Matrix(CodesMatrix):
     """Holds a weight in 8 bits, with a scale per output."""
 
-    BITS = 8
+    BITS: ClassVar[int] = 8
+    """Of a code."""
 
     LARGEST_ERROR = 0.03
     """The most by which rounding inputs to 8 bits may move outputs, relative to their distance for
@@ -135,7 +133,8 @@ class NativeInt4Matrix(CodesMatrix):
     """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32
     inputs."""
 
-    BITS = 4
+    BITS: ClassVar[int] = 4
+    """Of a code."""
 
     def __init__(self, weight: Tensor) -> None:
         group = int4_group(weight.shape[1])
@@ -165,6 +164,24 @@ class NativeInt4Matrix(CodesMatrix):
             middles[..., None], codes.view(len(scales), -1, self.group), scales[..., None]
         )
         return widened.flatten(1)[: self.outputs]
+
+
+class GroupedMatrix(CodesMatrix):
+    """Holds weights of a GGUF file as the codes that they are there: of one layer, or of several
+    with one input, which lie in the file one after another."""
+
+    form: GroupedForm
+
+    def __init__(self, content: Tensor, places: Sequence[Placed]) -> None:
+        """``content`` is the whole file, in which ``places`` are neighbours."""
+        first, last = places[0], places[-1]
+        outputs, width = sum(place.shape[0] for place in places), first.shape[1]
+        groups = width // first.group
+        blocks = content[first.begin : last.end].view(-(-outputs // BLOCK), groups, -1)
+        super().__init__(first.form, blocks, torch.Size((outputs, width)), first.group)
+
+    def dense(self) -> Tensor:
+        return values_of(self.blocks, self.form, self.outputs).bfloat16()
 
 
 def multiplied_in_int8(model: nn.Module) -> str:

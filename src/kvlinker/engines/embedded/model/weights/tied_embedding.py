@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.embedded.model.weights.blocks import BLOCK
+from kvlinker.engines.contract.grouped_codes import BLOCK
 from kvlinker.engines.embedded.model.weights.matrices import Matrix
 
 

@@ -1,0 +1,84 @@
+// Rows times a matrix of weights in the codes of GGUF files, in groups of inputs that share a scale, in fp16, and in some
+// forms what is added to all of them.
+//
+// A byte of a word belongs to an input, four inputs to a word: in 8 bits its code, in fewer its lower four bits, and in the
+// byte's upper half those of the input four further on. Words of a step with the codes' upper bits follow: of each byte the
+// lowest ones belong to the step's first four inputs, those above to the next four, and so on.
+#include "block_products.h"
+
+namespace {
+
+inline Floats load_f16(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(load<float16x4_t>(from));
+#else
+    const Words bits = __builtin_convertvector(load<Rounded>(from), Words);
+    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias is 112 less
+    return (Floats)((Words)size | (bits & 0x8000) << 16);
+#endif
+}
+
+// A group's numbers of one vector of outputs: scales, and with MINIMA what is added to each weight; of codes less OFFSET.
+template <bool MINIMA, int OFFSET>
+Floats of_group(Floats sum, const uint8_t* header, int vector, float inputs) {
+    const Floats scale = load_f16(header + vector * VECTOR / 2);
+    if (!MINIMA) return sum * scale;
+    const Floats least = load_f16(header + (VECTORS + vector) * VECTOR / 2);
+    return sum * scale + inputs * (least + static_cast<float>(OFFSET) * scale);
+}
+
+// Codes of four bits, and of HIGH more.
+template <int HIGH, bool MINIMA>
+struct Grouped {
+    static constexpr int INPUTS = HIGH ? 32 / HIGH : 8, LOW_WORDS = INPUTS / 8, WORDS = LOW_WORDS + (HIGH ? 1 : 0);
+    static constexpr int HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t);
+    static constexpr bool HEADED_GROUPS = true;
+    static constexpr bool FETCHED_AHEAD = true;
+    static constexpr int OFFSET = 8 << HIGH;
+
+    static Words bytes_of(const uint8_t* at, int part) {
+        const Words low = load<Words>(at + part / 2 * STEP) >> part % 2 * 4 & 0x0f0f0f0f;
+        if (!HIGH) return low;
+        const Words high = load<Words>(at + LOW_WORDS * STEP);
+        const int shift = HIGH * part - 4;  // so that they are above the lower four
+        return low | ((shift < 0 ? high << -shift : high >> shift) & ((1 << HIGH) - 1) * 0x10101010);
+    }
+    static Bytes ordered(Bytes bytes) { return bytes; }
+    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
+        return total + of_group<MINIMA, OFFSET>(sum, header, vector, inputs);
+    }
+    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
+};
+
+struct GroupedBytes {
+    static constexpr int INPUTS = 4, WORDS = 1, HEADER = BLOCK * sizeof(uint16_t);
+    static constexpr bool HEADED_GROUPS = true;
+    static constexpr bool FETCHED_AHEAD = true;
+    static constexpr int OFFSET = In8Bits::OFFSET;
+
+    static Words bytes_of(const uint8_t* at, int part) { return In8Bits::bytes_of(at, part); }
+    static Bytes ordered(Bytes bytes) { return bytes; }
+    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
+        return total + of_group<false, OFFSET>(sum, header, vector, inputs);
+    }
+    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
+};
+
+}  // namespace
+
+extern "C" {
+
+void kvlinker_multiply_grouped4(const Product* product) { multiply_bytes<Grouped<0, false>>(*product); }
+
+void kvlinker_multiply_grouped4_min(const Product* product) { multiply_bytes<Grouped<0, true>>(*product); }
+
+void kvlinker_multiply_grouped5(const Product* product) { multiply_bytes<Grouped<1, false>>(*product); }
+
+void kvlinker_multiply_grouped5_min(const Product* product) { multiply_bytes<Grouped<1, true>>(*product); }
+
+void kvlinker_multiply_grouped6(const Product* product) { multiply_bytes<Grouped<2, false>>(*product); }
+
+void kvlinker_multiply_grouped8(const Product* product) { multiply_bytes<GroupedBytes>(*product); }
+}
