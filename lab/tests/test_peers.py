@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
 from kvlinker.quality.bench.harness.benchmark import Setup
@@ -20,6 +23,7 @@ from kvlinker_lab.peers.peer import LinkingPeer, Task, find_peer, known_peers
 from kvlinker_lab.peers.processes import is_installed, parse_pythons, run_peer
 from kvlinker_lab.peers.worker import Measured, measure
 from kvlinker_lab.peers_benchmark import SAME_TEXT, peers
+from tests.engines.contract.test_gguf import model_of, written
 from tests.toy_models import loaded_model
 
 CASES = ["load", "prefill 40", "decode 1 × 20", "decode 3 × 20"]
@@ -101,6 +105,30 @@ def test_llama_cpp_runs_the_same_model(tmp_path, name, most):
     measured = measure(replace(task, peer=name))
     assert list(measured.seconds) == ["load", "prefill 40", "decode 3 × 20"]
     assert measured.logprobs == pytest.approx(expected.logprobs, abs=most)
+
+
+def test_peers_read_gguf_files(tmp_path):
+    """kvlinker and llama.cpp the file itself, others what it was unpacked into."""
+    kind = GGMLQuantizationType.Q8_0
+    file = written(model_of(), tmp_path / "model.gguf", kind=kind)
+    setup = Setup(load_settings(model=str(file), state_dir=tmp_path / "state"))
+    options = {"batches": (1,), "context_tokens": 20, "steps": 4, "chunks": 0}
+    task, _ = peers_benchmark._prepare(
+        setup, tmp_path, repeat=1, prefill_tokens=40, chunk_tokens=24, policy="naive", **options
+    )
+    assert task.gguf == str(file)
+    names = ["kvlinker", "transformers", *(["llama.cpp"] if find_spec("llama_cpp") else [])]
+    first, *others = (measure(replace(task, peer=name)) for name in names)
+    for other in others:
+        correlation = np.corrcoef(first.logprobs, other.logprobs)[0, 1]
+        assert correlation > 0.99
+    left_out, reasons = peers_benchmark._choose(
+        [find_peer(name) for name in ("kvlinker", "llama.cpp-q4_0")],
+        dict.fromkeys(("kvlinker", "llama.cpp-q4_0"), sys.executable),
+        task,
+    )
+    assert [each.name for each in left_out] == ["kvlinker"]
+    assert "llama.cpp-q4_0 is left out" in reasons[0]
 
 
 def test_models_that_llama_cpp_would_run_otherwise_are_refused(tmp_path):

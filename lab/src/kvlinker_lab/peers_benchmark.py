@@ -16,6 +16,7 @@ import numpy as np
 import typer
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.contract.gguf_files import gguf_files
 from kvlinker.linking import parse_policy
 from kvlinker.quality.bench.harness.benchmark import (
     ChunkTokens,
@@ -85,7 +86,8 @@ def peers(
     """Measure kvlinker beside vLLM, transformers and llama.cpp: loading, prefill, decoding and
     memory.
 
-    All run the same weights, each in a process of its own that every round starts anew.
+    All run the same weights, each in a process of its own that every round starts anew. Where the
+    model is a GGUF file, kvlinker and llama.cpp read that, and others what it was unpacked into.
     """
     kinds = [find_peer(name) for name in dict.fromkeys(names(systems))]
     given = parse_pythons(
@@ -133,14 +135,20 @@ def peers(
 
 
 def _prepare(setup: Setup, folder: Path, *, repeat: int, **measured: Any) -> tuple[Task, Report]:
-    """Write the model into the folder, for every process to load; return what peers are to do, and
-    an empty report."""
+    """Write the model into the folder, for every process to load, unless it is a GGUF file; return
+    what peers are to do, and an empty report."""
     subject = setup.subject(repeat=repeat, **measured)
     loaded = subject.loaded
-    model = folder / "model"
-    setup.progress(f"writing {subject.name}")
-    setup.transformer().save_pretrained(model)
-    loaded.tokenizer.save_pretrained(model)
+    gguf = gguf_files(setup.settings.model) if setup.shape is None else ()
+    if gguf:
+        from kvlinker.engines.contract.gguf_unpacking import with_folder
+
+        model = Path(with_folder(setup.settings).model)
+    else:
+        model = folder / "model"
+        setup.progress(f"writing {subject.name}")
+        setup.transformer().save_pretrained(model)
+        loaded.tokenizer.save_pretrained(model)
     report = subject.report([])
     task = Task(
         peer="",
@@ -152,6 +160,7 @@ def _prepare(setup: Setup, folder: Path, *, repeat: int, **measured: Any) -> tup
         vocabulary=loaded.model.config.vocab_size,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         vllm_options=setup.settings.vllm_options,
+        gguf=str(gguf[0].resolve()) if gguf else "",
         **measured,
     )
     return task, report
@@ -168,7 +177,9 @@ def _choose(
             reasons.append(
                 f"{kind.name} is left out, for it is not installed: {kind.installation}."
             )
-        elif kind.model_types is not None and model_type not in kind.model_types:
+        elif task.gguf and kind.takes_gguf is False:
+            reasons.append(f"{kind.name} is left out: it quantises a model by itself.")
+        elif not task.gguf and kind.model_types is not None and model_type not in kind.model_types:
             reasons.append(
                 f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not"
                 f" {model_type}."

@@ -77,15 +77,17 @@ def start_kvlinker(
         if engine == "embedded"
         else {"vllm_options": vllm_options(task, linking=True)}
     )
-    with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as fresh:
+        # What a GGUF file was unpacked into is found again, as at a user's second start.
+        folder = Path(task.folder, engine) if task.gguf else Path(fresh)
         settings = load_settings(
-            model=task.model,
+            model=task.gguf or task.model,
             engine=engine,
             dtype=task.dtype,
             weights=weights,
             device=task.device,
             threads=task.threads,
-            state_dir=Path(folder),
+            state_dir=folder,
             host_memory=HOST_MEMORY,
             prefix_cache="off",
             max_model_len=task.longest(linking=True),

@@ -164,8 +164,10 @@ def llama_model(path: Path, *, gpu: bool = False) -> Iterator[Any]:
 
 @contextmanager
 def start_llama_cpp(task: Task, *, quantization: str | None) -> Iterator[LlamaCppPeer]:
-    """Load the task's model, from a GGUF file that is written where it is not there yet."""
-    path = llama_file(Path(task.model), Path(task.folder), quantization)
+    """Load the task's GGUF file, or its model from one that is written where it is not there
+    yet."""
+    path = Path(task.gguf) if task.gguf else None
+    path = path or llama_file(Path(task.model), Path(task.folder), quantization)
     with llama_model(path, gpu=task.device != "cpu") as model:
         yield LlamaCppPeer(model, task)
 
@@ -180,5 +182,6 @@ for _name, _quantization in QUANTIZATIONS.items():
             distributions=("llama-cpp-python",),
             installation="pip install 'kvlinker-lab[peers]', which compiles it",
             model_types=frozenset({ARCHITECTURE}),
+            takes_gguf=_quantization is None,
         )
     )

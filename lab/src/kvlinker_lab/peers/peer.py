@@ -55,6 +55,8 @@ class Task:
     policy: str = "legolink-16"
     """Links the chunks."""
     vllm_options: Mapping[str, Any] | None = None
+    gguf: str = ""
+    """The GGUF file that the model was unpacked from; empty where there is none."""
     started: float = 0.0
     """When the process that runs it was started, in seconds since the epoch."""
 
@@ -126,6 +128,8 @@ class PeerKind:
     """Says how to get the modules."""
     model_types: frozenset[str] | None = None
     """The ``model_type`` of configurations that it takes; None for all."""
+    takes_gguf: bool | None = None
+    """Whether it takes GGUF files, whatever their model; None for what was unpacked from one."""
 
 
 _registry: Registry[PeerKind] = Registry("peer", own="kvlinker_lab.peers", group="kvlinker.peers")
