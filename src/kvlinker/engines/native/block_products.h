@@ -73,13 +73,15 @@ void multiply(const Product& product, const OutputBlock& block, const Inputs<typ
                 at += Step::BYTES;
                 numbers += Step::INPUTS;
             }
-#pragma GCC unroll 8
-            for (int row = 0; row < ROWS; ++row) {
-                const int64_t index = (first_row + row) * groups + group;
 #pragma GCC unroll 16
-                for (int v = 0; v < PANEL; ++v)
-                    totals[row][v] = Form::added(totals[row][v], inputs.product(sums[row][v], index), header,
-                                                 first + v, inputs.sum(index));
+            for (int v = 0; v < PANEL; ++v) {
+                const typename Form::Numbers numbers = Form::numbers_at(header, first + v);
+#pragma GCC unroll 8
+                for (int row = 0; row < ROWS; ++row) {
+                    const int64_t index = (first_row + row) * groups + group;
+                    totals[row][v] =
+                        Form::added(totals[row][v], inputs.product(sums[row][v], index), numbers, inputs.sum(index));
+                }
             }
         }
         for (int v = 0; v < PANEL; ++v) {

@@ -20,14 +20,21 @@ inline Floats load_f16(const uint8_t* from) {
 #endif
 }
 
-// A group's numbers of one vector of outputs: scales, and with MINIMA what is added to each weight; of codes less OFFSET.
+// What a group adds to each weight: of codes less OFFSET, by their scale.
 template <bool MINIMA, int OFFSET>
-Floats of_group(Floats sum, const uint8_t* header, int vector, float inputs) {
-    const Floats scale = load_f16(header + vector * VECTOR / 2);
-    if (!MINIMA) return sum * scale;
-    const Floats least = load_f16(header + (VECTORS + vector) * VECTOR / 2);
-    return sum * scale + inputs * (least + static_cast<float>(OFFSET) * scale);
-}
+struct GroupNumbers {
+    Floats scale, added;
+
+    static GroupNumbers at(const uint8_t* header, int vector) {
+        const Floats scale = load_f16(header + vector * VECTOR / 2);
+        if (!MINIMA) return {scale, Floats{}};
+        return {scale, load_f16(header + (VECTORS + vector) * VECTOR / 2) + static_cast<float>(OFFSET) * scale};
+    }
+    Floats add(Floats total, Floats sum, float inputs) const {
+        total += sum * scale;
+        return MINIMA ? total + inputs * added : total;
+    }
+};
 
 // Codes of four bits, and of HIGH more.
 template <int HIGH, bool MINIMA>
@@ -46,9 +53,9 @@ struct Grouped {
         return low | ((shift < 0 ? high << -shift : high >> shift) & ((1 << HIGH) - 1) * 0x10101010);
     }
     static Bytes ordered(Bytes bytes) { return bytes; }
-    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
-        return total + of_group<MINIMA, OFFSET>(sum, header, vector, inputs);
-    }
+    using Numbers = GroupNumbers<MINIMA, OFFSET>;
+    static Numbers numbers_at(const uint8_t* header, int vector) { return Numbers::at(header, vector); }
+    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) { return numbers.add(total, sum, inputs); }
     static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
@@ -60,9 +67,9 @@ struct GroupedBytes {
 
     static Words bytes_of(const uint8_t* at, int part) { return In8Bits::bytes_of(at, part); }
     static Bytes ordered(Bytes bytes) { return bytes; }
-    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
-        return total + of_group<false, OFFSET>(sum, header, vector, inputs);
-    }
+    using Numbers = GroupNumbers<false, OFFSET>;
+    static Numbers numbers_at(const uint8_t* header, int vector) { return Numbers::at(header, vector); }
+    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) { return numbers.add(total, sum, inputs); }
     static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 

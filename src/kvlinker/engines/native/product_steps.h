@@ -29,9 +29,11 @@ Bytes in_pairs(Bytes bytes) {
 }
 
 // Forms of weights: how words become numbers or bytes; what is added to the total of an output for each group of inputs,
-// by the sum of their products; and what scales the total. A step has WORDS for INPUTS. Bytes are codes plus OFFSET. FETCHED_AHEAD: whether weights that
+// by the sum of their products and the Numbers of the group's header; and what scales the total. A step has WORDS for INPUTS. Bytes are codes plus OFFSET. FETCHED_AHEAD: whether weights that
 // are read once are; processors that multiply bf16 do so by themselves where little is computed (measured on Zen 4).
 struct InBf16 {
+    struct Numbers {};
+
     static constexpr int PAIRS = 1;  // of inputs in a word
     static constexpr int INPUTS = 2, WORDS = 1, HEADER = 0;
     static constexpr bool HEADED_GROUPS = false;  // else a block has one header
@@ -39,12 +41,15 @@ struct InBf16 {
     static constexpr bool FETCHED_AHEAD = !MULTIPLIES_BF16;
 
     static Floats numbers_of(Words words, int, int input) { return input == 0 ? low_of(words) : high_of(words); }
-    static Floats added(Floats total, Floats sum, const uint8_t*, int, float) { return total + sum; }
+    static Numbers numbers_at(const uint8_t*, int) { return {}; }
+    static Floats added(Floats total, Floats sum, Numbers, float) { return total + sum; }
     static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
 // Header: the scale of each output.
 struct In8Bits {
+    struct Numbers {};
+
     static constexpr int PAIRS = 2, INPUTS = 4, WORDS = 1, HEADER = BLOCK * sizeof(bf16);
     static constexpr bool HEADED_GROUPS = false;
     static constexpr int WIDENED_FROM = 20;
@@ -57,12 +62,17 @@ struct In8Bits {
     }
     static Words bytes_of(const uint8_t* at, int) { return SIGNED_BYTES ? load<Words>(at) ^ SIGNS : load<Words>(at); }
     static Bytes ordered(Bytes bytes) { return in_pairs<PAIRS>(bytes); }
-    static Floats added(Floats total, Floats sum, const uint8_t*, int, float) { return total + sum; }
+    static Numbers numbers_at(const uint8_t*, int) { return {}; }
+    static Floats added(Floats total, Floats sum, Numbers, float) { return total + sum; }
     static Floats scaled(Floats total, const uint8_t* header, int vector) { return total * header_at(header, vector); }
 };
 
 // Header: the scale of each output, then what code 8 means.
 struct In4Bits {
+    struct Numbers {
+        Floats scale, middle;
+    };
+
     static constexpr int PAIRS = 4, INPUTS = 8, WORDS = 1, HEADER = 2 * BLOCK * sizeof(bf16);
     static constexpr bool HEADED_GROUPS = true;
     static constexpr bool FETCHED_AHEAD = true;
@@ -70,8 +80,11 @@ struct In4Bits {
 
     static Words bytes_of(const uint8_t* at, int part) { return load<Words>(at) >> 4 * part & 0x0f0f0f0f; }
     static Bytes ordered(Bytes bytes) { return in_pairs<PAIRS>(bytes); }
-    static Floats added(Floats total, Floats sum, const uint8_t* header, int vector, float inputs) {
-        return total + sum * header_at(header, vector) + inputs * header_at(header, VECTORS + vector);
+    static Numbers numbers_at(const uint8_t* header, int vector) {
+        return {header_at(header, vector), header_at(header, VECTORS + vector)};
+    }
+    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) {
+        return total + sum * numbers.scale + inputs * numbers.middle;
     }
     static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
