@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model_loading import multiplies_bf16
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.service.audit.measured import AutoPolicy, PolicyFigures
 from kvlinker.settings import load_settings
+from tests.engines.contract.test_gguf import model_of, written
 from tests.toy_models import BASE, HYBRIDS, LATENT, YARN_ROPE
 
 FINGERPRINT = "0123456789abcdef" * 4
@@ -79,6 +82,17 @@ def test_how_many_matrices_are_multiplied_in_8_bits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = r"\d+ of 12 matrices in 8 bits are" if native_products() else "No matrix in 8 bits is"
     assert re.search(f"{said} multiplied by", result.output)
+
+
+@pytest.mark.skipif(not multiplies_bf16(load_settings()), reason="no native products")
+def test_how_many_matrices_stay_the_codes_of_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
+    file = written(model_of(), tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "16 matrices are multiplied by in the codes of the GGUF file." in result.output
 
 
 def test_a_format_of_weights_that_there_is_not(tmp_path: Path) -> None:

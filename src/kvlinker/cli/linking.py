@@ -50,13 +50,18 @@ def check(
         check_model(settings)
 
     from kvlinker.engines.contract.cost import kv_bytes_per_token
-    from kvlinker.engines.contract.model_files import read_model
+    from kvlinker.engines.contract.gguf_unpacking import with_folder
+    from kvlinker.engines.contract.grouped_codes import read_grouped
+    from kvlinker.engines.contract.model_files import model_folder, read_model
     from kvlinker.engines.embedded.model.bounds import context_window, said_window
     from kvlinker.engines.embedded.model.discovery import anatomy_of
     from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
     from kvlinker.engines.embedded.model.states.kept_states import chunk_bytes
     from kvlinker.engines.embedded.model.weights.arrangement import watch_linears
-    from kvlinker.engines.embedded.model.weights.native_quantized import multiplied_in_int8
+    from kvlinker.engines.embedded.model.weights.native_quantized import (
+        GroupedMatrix,
+        multiplied_in_int8,
+    )
     from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
     from kvlinker.engines.embedded.model_loading import multiplies_bf16, quicken_model
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
@@ -122,10 +127,19 @@ def check(
     native = settings.native_attention
     with failures():
         program = quicken_model(
-            transformer, anatomy, linear_calls, settings.weights, sampled, native=native
+            transformer,
+            anatomy,
+            linear_calls,
+            settings.weights,
+            sampled,
+            grouped=read_grouped(model_folder(with_folder(settings).model)),
+            native=native,
         )
     reason = f"the model's modules: {program}" if isinstance(program, str) else "compiled code"
     typer.echo(f"Steps of few tokens are computed by {reason}.")
+    in_codes = sum(isinstance(each, GroupedMatrix) for each in transformer.modules())
+    if in_codes:
+        typer.echo(f"{in_codes} matrices are multiplied by in the codes of the GGUF file.")
     if settings.weights == "int8":
         typer.echo(f"{multiplied_in_int8(transformer)}.")
     _tell_measured(settings)
