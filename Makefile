@@ -86,7 +86,7 @@ docs: $(TOOLS_INSTALLED)
 # that compile it, one with it for each of MACHINES, what was installed with it, and how all was made. With ccache, only
 # native code that has changed is compiled.
 MACHINES ?= x86_64 aarch64
-dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache $(addsuffix -linux-gnu-g++,$(MACHINES))
+dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu-g++,$(MACHINES))
 	rm -rf build dist && mkdir -p build/source
 	git archive HEAD | tar --extract --directory build/source
 	$(TOOLS_VENV)/bin/python -m build --no-isolation --outdir dist build/source
@@ -95,6 +95,7 @@ dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache $(addsuffix -linux-gnu-g++,$(MACHIN
 		&& $(TOOLS_VENV)/bin/python tools/platform_wheels.py dist build/native/$$machine linux_$$machine || exit 1; done
 	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
 	$(TOOLS_VENV)/bin/python tools/check_dist.py dist
+	KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing"
 	$(TOOLS_VENV)/bin/python tools/provenance.py dist $(addsuffix -linux-gnu-g++,$(MACHINES))
 
 $(TOOLS_INSTALLED): requirements-tools.txt
