@@ -52,14 +52,14 @@ def package_data() -> list[str]:
 def install(python: Path, *what: str) -> None:
     """Install packages in the versions that the tests ran with, and what they need."""
     pinned = ["--constraint", str(ROOT / "requirements.txt")]
-    command = [python, "-I", "-m", "pip", "install", "--quiet", "--no-compile", *pinned, *what]
+    command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--no-compile", *pinned, *what]
     subprocess.run(command, check=True)
 
 
 def version_in(python: Path, data: list[str]) -> str:
     """Return the version that an environment has; raises CalledProcessError where something is
     missing."""
-    command = [python, "-I", "-c", PROGRAM, str(ROOT), *data]
+    command = [str(python), "-I", "-c", PROGRAM, str(ROOT), *data]
     return subprocess.run(
         command, cwd=python.parent, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()

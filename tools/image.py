@@ -82,7 +82,7 @@ def run_step(folder: Path, step: str, variables: Mapping[str, str]) -> None:
     seen = [word for place in _places_of_packages() for word in ("--ro-bind", place, place)]
     given = [word for pair in variables.items() for word in ("--setenv", *pair)]
     isolated = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"]
-    isolated += ["--bind", str(folder), "/", *SYSTEM, "--tmpfs", "/tmp", *seen, *mounts, *given]
+    isolated += ["--bind", str(folder), "/", *SYSTEM, *seen, *mounts, *given]
     subprocess.run([*isolated, "/bin/sh", "-ec", step], check=True)
 
 

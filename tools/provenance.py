@@ -14,6 +14,7 @@ import tomllib
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def output_of(*command: str) -> str:
         return ""
 
 
-def statement(files: list[Path], compilers: list[str]) -> dict[str, object]:
+def statement(files: list[Path], compilers: list[str]) -> dict[str, Any]:
     """Return the provenance of files that ``make dist`` made by these compilers."""
     versions = {each: output_of(each, "--version").partition("\n")[0] for each in compilers}
     pinned = [ROOT / name for name in ("requirements.txt", "requirements-tools.txt")]
