@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import venv
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from platform import machine
+from urllib.error import URLError
+from urllib.request import urlopen
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -94,12 +97,26 @@ def serving(python: Path, environment: Mapping[str, str]) -> Iterator[tuple[str,
         try:
             for line in server.stdout:
                 if found := re.search(r"address\s+(http://[\d.:]+)", line):
+                    wait_for(f"{found[1]}/health")
                     yield found[1], server.pid
                     break
             else:
                 sys.exit("kvlinker serve has ended before it was ready")
         finally:
             server.terminate()
+
+
+def wait_for(url: str, seconds: float = 300.0) -> None:
+    """Wait until a server that has said its address answers there. Raises URLError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urlopen(url).close()
+            return
+        except URLError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def answers_of(python: Path, environment: Mapping[str, str], url: str) -> str:

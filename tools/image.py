@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-OF_THIS_MACHINE = ("/etc/apt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs", "/etc/xdg")
+OF_THIS_MACHINE = ("/etc/apt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/xdg")
 """What says from where packages come, and is seen while the image is built, where it exists."""
+
+CERTIFICATES = "/run/certificates.crt"
+"""Where this machine's certificates are seen then: the image's own are installed meanwhile."""
 
 SYSTEM = ["--die-with-parent", "--dev", "/dev", "--proc", "/proc"]
 
@@ -80,6 +84,8 @@ def run_step(folder: Path, step: str, variables: Mapping[str, str]) -> None:
         mounts += ["--ro-bind", str(ROOT / options.get("source", "")), options["target"]]
         step = step[found.end() :]
     seen = [word for place in _places_of_packages() for word in ("--ro-bind", place, place)]
+    if certificates := ssl.get_default_verify_paths().cafile:
+        seen += ["--ro-bind", certificates, CERTIFICATES, "--setenv", "PIP_CERT", CERTIFICATES]
     given = [word for pair in variables.items() for word in ("--setenv", *pair)]
     isolated = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"]
     isolated += ["--bind", str(folder), "/", *SYSTEM, *seen, *mounts, *given]
@@ -94,7 +100,7 @@ def _places_of_packages() -> Iterator[str]:
     ).stdout
     named = re.findall(r"(?:file://)?(/[\w/.-]+)", settings)
     for place in dict.fromkeys([*OF_THIS_MACHINE, *named]):
-        if os.path.exists(place) and place != "/":
+        if os.path.exists(place) and place != "/" and not place.startswith("/etc/ssl/"):
             yield place
 
 
