@@ -91,7 +91,12 @@ def serving(python: Path, environment: Mapping[str, str]) -> Iterator[tuple[str,
     once it is ready."""
     command = [str(python.with_name("kvlinker")), "serve", "--port", "0", "--implicit", "auto"]
     with subprocess.Popen(
-        command, env=dict(environment), cwd=python.parent, stdout=subprocess.PIPE, text=True
+        command,
+        env=dict(environment),
+        cwd=python.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as server:
         assert server.stdout is not None
         try:
