@@ -25,7 +25,7 @@ REST := -m "matrix or whole or examples" --hypothesis-profile all --shard $(SHAR
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: models serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations test-agents pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64
+.PHONY: models serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations test-agents pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64 ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -82,12 +82,21 @@ docs: $(TOOLS_INSTALLED)
 	$(TOOLS_VENV)/bin/python tools/reference_pages.py
 	$(TOOLS_VENV)/bin/zensical build --clean --strict
 
-# A release: wheel and source distribution of the version in pyproject.toml, in dist/, and checked.
-dist: $(TOOLS_INSTALLED) $(INSTALLED)
-	rm -rf build dist
-	$(TOOLS_VENV)/bin/python -m build --no-isolation
-	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*
-	$(TOOLS_VENV)/bin/python tools/check_dist.py dist $(VENV)
+# A release of the last commit, in dist/, and checked: the source distribution, a wheel without native code, for machines
+# that compile it, one with it for each of MACHINES, what was installed with it, and how all was made. With ccache, only
+# native code that has changed is compiled.
+MACHINES ?= x86_64 aarch64
+dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu-g++,$(MACHINES))
+	rm -rf build dist && mkdir -p build/source
+	git archive HEAD | tar --extract --directory build/source
+	$(TOOLS_VENV)/bin/python -m build --no-isolation --outdir dist build/source
+	for machine in $(MACHINES); do \
+		$(VENV)/bin/python tools/native_libraries.py build/native/$$machine $$machine $$(command -v ccache) $$machine-linux-gnu-g++ \
+		&& $(TOOLS_VENV)/bin/python tools/platform_wheels.py dist build/native/$$machine linux_$$machine || exit 1; done
+	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+	$(TOOLS_VENV)/bin/python tools/check_dist.py dist
+	KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing"
+	$(TOOLS_VENV)/bin/python tools/provenance.py dist $(addsuffix -linux-gnu-g++,$(MACHINES))
 
 $(TOOLS_INSTALLED): requirements-tools.txt
 	$(PYTHON) -m venv $(TOOLS_VENV)
@@ -150,15 +159,17 @@ $(AGENTS_INSTALLED): $(wildcard integrations/agents/requirements*.txt integratio
 	touch $@
 
 # Tests start servers of their own, and browsers; without these programs they are skipped.
-redis-server chromium firefox-esr postgresql qemu-aarch64:
+redis-server chromium firefox-esr postgresql qemu-aarch64 ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++:
 	@{ command -v $@ $(ELSEWHERE); } >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
 		&& echo "Installing $@ …" && apt-get update -qq \
 		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(or $(PACKAGES),$@ $(FONTS)) >/dev/null; } \
-		|| echo "$@ is missing: tests that need it are skipped"
+		|| echo "$@ is missing: what needs it is skipped, or stops"
 
 chromium: FONTS := fonts-dejavu-core
 # Native code for ARM is compiled for it and run by an emulator.
 qemu-aarch64: PACKAGES := qemu-user g++-aarch64-linux-gnu
+x86_64-linux-gnu-g++: PACKAGES := g++-x86-64-linux-gnu
+aarch64-linux-gnu-g++: PACKAGES := g++-aarch64-linux-gnu
 # Debian puts its programs outside the PATH.
 postgresql: ELSEWHERE := || ls /usr/lib/postgresql/*/bin/initdb
 

@@ -1,23 +1,31 @@
-"""Check a release: ``make dist`` runs this on the folder that holds the wheel and the source
+"""Check a release: ``make dist`` runs this on the folder that holds the wheels and the source
 distribution.
 
-The wheel, which was built from the source distribution, is installed into a fresh environment.
-There the package must import, be of the version in pyproject.toml, and have every file that is no
-Python; the source distribution must have them, too. Then the environment sees the packages of
-another one, which spares downloading gigabytes: all extras must be installable beside them, and
-``kvlinker serve`` must answer with the model in the box.
+The wheel for this machine is installed into a fresh environment, with all that it needs. That has
+no compiler: nothing but the environment's own programs is on the PATH. There the package must
+import, be of the version in pyproject.toml, and have every file that is no Python; the source
+distribution must have them, too. ``kvlinker serve`` must compute by the native code in the wheel
+with one OpenMP, that of torch, and answer README's first program. What was installed is described
+in a bill of materials, beside the wheels.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from platform import machine
+from urllib.error import URLError
+from urllib.request import urlopen
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -31,15 +39,7 @@ missing = [name for name in sys.argv[2:] if not files("kvlinker").joinpath(name)
 assert not missing, f"the wheel lacks {missing}"
 print(version("kvlinker"))
 """
-SERVING = """
-from kvlinker import Client
-from kvlinker.settings import load_settings
-from kvlinker.quality.bench.load.servers import kvlinker_server
-with kvlinker_server(load_settings()) as server, Client(server.url) as client:
-    question = "Tom Reyes lives in Oslo.\\n\\nQuestion: Where does Tom Reyes live?"
-    messages = [{"role": "user", "content": question}]
-    print(client.chat_completion(messages, max_tokens=8, temperature=0).text)
-"""
+OPENMP = re.compile(r"\S*/lib(?:g|i|)omp[^/]*$", re.MULTILINE)
 
 
 def package_data() -> list[str]:
@@ -52,74 +52,141 @@ def package_data() -> list[str]:
     ]
 
 
-def version_in(python: Path, wheel: Path, data: list[str]) -> str:
-    """Install a wheel alone, and return its version; raises CalledProcessError where something is
+def install(python: Path, *what: str) -> None:
+    """Install packages in the versions that the tests ran with, and what they need."""
+    pinned = ["--constraint", str(ROOT / "requirements.txt")]
+    command = [str(python), "-I", "-m", "pip", "install", "--quiet", "--no-compile", *pinned, *what]
+    subprocess.run(command, check=True)
+
+
+def version_in(python: Path, data: list[str]) -> str:
+    """Return the version that an environment has; raises CalledProcessError where something is
     missing."""
-    subprocess.run(
-        [python, "-I", "-m", "pip", "install", "--quiet", "--no-deps", wheel.resolve()], check=True
-    )
+    command = [str(python), "-I", "-c", PROGRAM, str(ROOT), *data]
     return subprocess.run(
-        [python, "-I", "-c", PROGRAM, str(ROOT), *data],
+        command, cwd=python.parent, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+
+
+def write_bill_of_materials(python: Path, place: Path) -> None:
+    """Write what an environment has installed, as CycloneDX."""
+    own = [sys.executable, "-m", "cyclonedx_py", "environment"]
+    about = ["--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "application"]
+    subprocess.run([*own, *about, "--output-file", str(place), str(python)], check=True)
+
+
+def without_compiler(python: Path, home: Path) -> dict[str, str]:
+    """Return the variables of a process that has an environment's programs alone."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVLINKER_", "PYTHON", "XDG_")) and name != "CXX"
+    }
+    return kept | {"PATH": str(python.parent), "HOME": str(home)}
+
+
+@contextmanager
+def serving(python: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Run ``kvlinker serve`` as README's first program wants it; yield its address and its process,
+    once it is ready."""
+    command = [str(python.with_name("kvlinker")), "serve", "--port", "0", "--implicit", "auto"]
+    with subprocess.Popen(
+        command,
+        env=dict(environment),
+        cwd=python.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            for line in server.stdout:
+                if found := re.search(r"address\s+(http://[\d.:]+)", line):
+                    wait_for(f"{found[1]}/health")
+                    yield found[1], server.pid
+                    break
+            else:
+                sys.exit("kvlinker serve has ended before it was ready")
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str, seconds: float = 300.0) -> None:
+    """Wait until a server that has said its address answers there. Raises URLError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urlopen(url).close()
+            return
+        except URLError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def answers_of(python: Path, environment: Mapping[str, str], url: str) -> str:
+    """Run README's first program, and return what it prints."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program, *_) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    program = program.replace("http://localhost:8000", url)
+    return subprocess.run(
+        [str(python), "-c", program],
+        env=dict(environment),
         cwd=python.parent,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-    ).stdout.strip()
+    ).stdout
 
 
-def put_behind(folder: Path, other: Path) -> None:
-    """Let the environment in ``folder`` see the packages of another one, behind its own."""
-    (own,), (packages,) = (
-        list(each.glob("lib/python3*/site-packages")) for each in (folder, other)
-    )
-    (own / "behind.pth").write_text(f"{packages.resolve()}\n", encoding="utf-8")
+def openmp_of(process: int) -> set[str]:
+    """Return the OpenMP libraries that a process has loaded."""
+    return set(OPENMP.findall(Path(f"/proc/{process}/maps").read_text(encoding="utf-8")))
 
 
-def answer_of(python: Path) -> str:
-    """Serve the model in the box with an environment's Python, and return what it answers to a
-    question."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVLINKER_", "PYTHON"))
-    }
-    command = [str(python), "-I", "-c", SERVING]
-    done = subprocess.run(
-        command, cwd=python.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return str(done.stdout).strip()
+def check_serving(python: Path, home: Path) -> str:
+    """Check that an environment without a compiler serves with shipped native code, and return its
+    answers."""
+    environment = without_compiler(python, home)
+    command = [str(python.with_name("kvlinker")), "--version"]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    if "shipped" not in said.stdout:
+        sys.exit(f"the wheel's native code is not used: {said.stdout}")
+    with serving(python, environment) as (url, process):
+        found = answers_of(python, environment, url)
+        loaded = openmp_of(process)
+    if [line.partition(":")[0] for line in found.splitlines()] != ["Varna", "Oslo", "Lima"]:
+        sys.exit(f"README's first program prints {found!r}")
+    if len(loaded) != 1 or "torch" not in loaded.copy().pop():
+        sys.exit(f"the server does not compute with torch's OpenMP alone: {loaded}")
+    return said.stdout.strip()
 
 
-def main(dist: Path, other: Path) -> None:
-    """Check the release in ``dist``; ``other`` is an environment with what kvlinker needs."""
+def main(dist: Path) -> None:
+    """Check the release in ``dist``."""
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
     ]
     data = package_data()
-    (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    (source,) = dist.glob("*.tar.gz")
+    (wheel,) = dist.glob(f"*_{machine()}.whl")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     if missing := [name for name in data if f"src/kvlinker/{name}" not in names]:
         sys.exit(f"{source.name} lacks {missing}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        venv.create(folder, with_pip=True)
-        python = folder / "bin" / "python"
-        if (found := version_in(python, wheel, data)) != expected:
+        venv.create(folder / "environment", with_pip=True)
+        python = folder / "environment" / "bin" / "python"
+        install(python, str(wheel.resolve()))
+        if (found := version_in(python, data)) != expected:
             sys.exit(f"{wheel.name} installs version {found}, but pyproject.toml says {expected}")
-        put_behind(folder, other)
-        subprocess.run(
-            [python, "-I", "-m", "pip", "install", "--quiet", "--dry-run", "kvlinker[all]"],
-            check=True,
-        )
-        answer = answer_of(python)
-    if not answer:
-        sys.exit(f"{wheel.name} serves a model that says nothing")
-    print(
-        f"{wheel.name} and {source.name} are sound: {len(data)} data files, version {expected},"
-        f" answer {answer!r}"
-    )
+        write_bill_of_materials(python, dist / f"kvlinker-{expected}.cdx.json")
+        install(python, "--dry-run", "kvlinker[all]")
+        install(python, "openai")
+        said = check_serving(python, folder / "home")
+    print(f"{wheel.name} and {source.name} are sound: {len(data)} data files, {said}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tools.image import instructions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = "Dockerfile"
@@ -33,16 +34,6 @@ def manifest(kind: str, name: str) -> Any:
         entry for entry in objects if (entry["kind"], entry["metadata"]["name"]) == (kind, name)
     ]
     return found
-
-
-def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions as pairs of keyword and argument, comments and continued
-    lines resolved."""
-    lines = [line for line in text_of(DOCKERFILE).splitlines() if not line.lstrip().startswith("#")]
-    logical = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
-    return [
-        (word, rest.strip()) for word, _, rest in (line.partition(" ") for line in logical) if word
-    ]
 
 
 def unit_entries() -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from kvlinker.base.commit import commit
 from kvlinker.cli.lazy import ModuleGroup
 
 
@@ -50,7 +51,9 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(version("kvlinker"))
+        from kvlinker.engines.native import description
+
+        print(f"{version('kvlinker')} (commit {commit()}; native code: {description()})")
         raise typer.Exit
 
 
@@ -58,7 +61,12 @@ def _show_version(wanted: bool) -> None:
 def main(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version, its commit, and the native code that is used.",
+        ),
     ] = False,
 ) -> None:
     pass

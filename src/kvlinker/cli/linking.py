@@ -65,7 +65,9 @@ def check(
     from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
     from kvlinker.engines.embedded.model_loading import multiplies_bf16, quicken_model
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
+    from kvlinker.engines.native import build_here, description
 
+    build_here(settings.native == "build")
     with failures():
         transformer, _ = read_model(settings, own_bf16=multiplies_bf16(settings))
         with sampled_inputs(transformer) as sampled:
@@ -124,7 +126,7 @@ def check(
             f" state_inputs=off, a chunk of 512 or more tokens takes {maps:,} bytes."
         )
     transformer.set_attn_implementation(ATTENTION_NAME)
-    native = settings.native_attention
+    native = settings.native != "off"
     with failures():
         program = quicken_model(
             transformer,
@@ -135,6 +137,7 @@ def check(
             grouped=read_grouped(model_folder(with_folder(settings).model)),
             native=native,
         )
+    typer.echo(f"Native code: {description() if native else 'none, for native is off'}.")
     reason = f"the model's modules: {program}" if isinstance(program, str) else "compiled code"
     typer.echo(f"Steps of few tokens are computed by {reason}.")
     in_codes = sum(isinstance(each, GroupedMatrix) for each in transformer.modules())

@@ -51,10 +51,11 @@ class EngineSettings(BaseSettings):
         description="CPU threads for the model; all that there are by default.",
     )
 
-    native_attention: bool = Field(
-        default=True,
+    native: Literal["auto", "build", "off"] = Field(
+        default="auto",
         description=(
-            "Compile code for attention, norms and products with weights in bfloat16, in vLLM for"
-            " placing chunks, on CPUs with AVX-512, AVX2 or NEON."
+            "Native code for attention, norms and products with weights in bfloat16, in vLLM for"
+            " placing chunks, on CPUs with AVX-512, AVX2 or NEON: that of kvlinker's wheel, or"
+            " compiled where there is none (auto); always compiled here (build); none (off)."
         ),
     )

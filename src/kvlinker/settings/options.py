@@ -56,7 +56,7 @@ class Options(TypedDict, total=False):
     slo_tpot: float | None
     slo_ttft: float | None
     threads: int | None
-    native_attention: bool | None
+    native: Literal["auto", "build", "off"] | None
     state_dir: str | Path | None
     catalog_url: str | None
     device_memory: Size | None

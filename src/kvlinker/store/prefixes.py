@@ -3,7 +3,6 @@ again, in the next process, too."""
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import shutil
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from kvlinker.base import system
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import Events, PrefixSpilled
 from kvlinker.store.chunk_kv import ChunkKV
@@ -200,7 +200,7 @@ class ProcessFolder:
 
     def _unlock(self) -> None:
         if self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked process may have it, too
+            system.unlock(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -227,9 +227,9 @@ def remove_left(
 def _lock(folder: Path, *, wait: bool = True) -> int:
     """Return a descriptor of the folder, which is locked. Raises OSError if the folder is missing,
     or locked and not waited for."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = system.open_folder(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        system.lock(descriptor, wait=wait)
     except OSError:
         os.close(descriptor)
         raise
@@ -244,5 +244,5 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        system.unlock(descriptor)
         os.close(descriptor)

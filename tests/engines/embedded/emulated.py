@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tools.native_libraries import make_library
 
 from kvlinker.engines import native
 from kvlinker.engines.native.targets import Target
 from tests.engines.native.native_targets import passing_for
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+SYSTEM = "/usr/aarch64-linux-gnu"
+"""The folder with the C library that comes with the compiler."""
 FRAMES = 4
 """The callers in whose variables arrays are looked for."""
 
@@ -42,27 +46,32 @@ class Memory:
         return (ctypes.c_char * self.size).from_address(self.address)
 
 
-def build(target: Target, folder: Path) -> Path:
-    """Compile all native code for this kind of processor, and what calls it, as one program."""
+def build(target: Target, folder: Path) -> list[str]:
+    """Return the command that calls functions of the library that wheels have for this kind of
+    processor. ``make dist`` says where it has made it; otherwise it is made here."""
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
-    program = folder / target.name
-    sources = [
-        Path(__file__).with_name("emulated_call.cpp"),
-        *Path(native.__file__).parent.glob("*.cpp"),
-    ]
-    options = [*native.COMPILE.split(), *target.options.split(), "-static"]
-    subprocess.run([COMPILER, *options, *map(str, sources), "-o", str(program)], check=True)
-    return program
+    caller = folder / "caller"
+    source = Path(__file__).with_name("emulated_call.cpp")
+    # As in a process with torch, OpenMP is loaded before the library.
+    options = ["-std=c++17", "-O2", "-fopenmp", "-Wl,--no-as-needed", "-lgomp"]
+    subprocess.run([COMPILER, *options, str(source), "-o", str(caller)], check=True)
+    made = os.environ.get("KVLINKER_LIBRARIES")
+    library = (
+        Path(made, f"{target.name}.so").resolve()
+        if made
+        else make_library([COMPILER], target, folder)
+    )
+    return [EMULATOR, "-cpu", "max", "-L", SYSTEM, str(caller), str(library)]
 
 
 @contextmanager
-def emulated(program: Path, target: Target) -> Iterator[None]:
+def emulated(caller: list[str], target: Target) -> Iterator[None]:
     """Have the functions of native code run in the emulator for a while."""
 
     def functions(file: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: EmulatedFunction(program, name) for name in arguments}
+        return {name: EmulatedFunction(caller, name) for name in arguments}
 
     with passing_for(target), pytest.MonkeyPatch.context() as patched:
         patched.setattr(native, "functions", functions)
@@ -73,8 +82,8 @@ class EmulatedFunction:
     """One function; it finds the memory that its argument points to among the tensors that there
     are and the arrays of its callers."""
 
-    def __init__(self, program: Path, name: str) -> None:
-        self._program = program
+    def __init__(self, caller: list[str], name: str) -> None:
+        self._caller = caller
         self._name = name
 
     def __call__(self, argument: ctypes.Structure) -> None:
@@ -94,7 +103,7 @@ class EmulatedFunction:
                     buffers.append(known[at])
                 target = buffers.index(known[at])
                 pointers.append((index, 8 * position, target, word - known[at].address))
-        file = self._program.with_suffix(".memory")
+        file = Path(self._caller[-2]).with_suffix(".memory")
         header = [len(buffers), len(pointers), *(memory.size for memory in buffers)]
         with file.open("wb") as to:
             to.write(np.array(header, np.int64).tobytes())
@@ -102,8 +111,7 @@ class EmulatedFunction:
             begin = to.tell()
             for memory in buffers:
                 to.write(memory.bytes)
-        command = [EMULATOR, "-cpu", "max", str(self._program), self._name, str(file)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run([*self._caller, self._name, str(file)], check=True, timeout=60)
         with file.open("rb") as computed:
             computed.seek(begin)
             for memory in buffers:

@@ -1,54 +1,22 @@
-// Calls a function of the native code on a copy of a process's memory, which lies in a file, and writes the memory back.
+// Calls a function of a library of native code on a copy of a process's memory, which lies in a file, and writes the
+// memory back: `caller LIBRARY FUNCTION FILE`.
 //
 // The file has int64 numbers: how many buffers and pointers there are, the buffers' sizes, and for each pointer the buffer
 // and the offset where it is, and those that it points to. The buffers' bytes follow. The first has the argument.
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
-extern "C" {
-void kvlinker_attention(const void*);
-void kvlinker_write(const void*);
-void kvlinker_mean_weights(const void*);
-void kvlinker_dots(const void*);
-void kvlinker_multiply_plain(const void*);
-void kvlinker_multiply_bf16(const void*);
-void kvlinker_multiply_int8(const void*);
-void kvlinker_multiply_int8_int8(const void*);
-void kvlinker_multiply_int4(const void*);
-void kvlinker_norm(const void*);
-void kvlinker_delta_rule(const void*);
-void kvlinker_place_bf16(const void*);
-void kvlinker_place_fp32(const void*);
-}
-
-const struct {
-    const char* name;
-    void (*function)(const void*);
-} FUNCTIONS[] = {
-    {"kvlinker_attention", kvlinker_attention},
-    {"kvlinker_write", kvlinker_write},
-    {"kvlinker_mean_weights", kvlinker_mean_weights},
-    {"kvlinker_dots", kvlinker_dots},
-    {"kvlinker_multiply_plain", kvlinker_multiply_plain},
-    {"kvlinker_multiply_bf16", kvlinker_multiply_bf16},
-    {"kvlinker_multiply_int8", kvlinker_multiply_int8},
-    {"kvlinker_multiply_int8_int8", kvlinker_multiply_int8_int8},
-    {"kvlinker_multiply_int4", kvlinker_multiply_int4},
-    {"kvlinker_norm", kvlinker_norm},
-    {"kvlinker_delta_rule", kvlinker_delta_rule},
-    {"kvlinker_place_bf16", kvlinker_place_bf16},
-    {"kvlinker_place_fp32", kvlinker_place_fp32},
-};
-
 struct Pointer {
     int64_t buffer, offset, target, target_offset;
 };
 
 int main(int, char** arguments) {
-    FILE* file = std::fopen(arguments[2], "r+b");
+    FILE* file = std::fopen(arguments[3], "r+b");
     const auto read = [&](void* to, size_t size) {
         if (size && std::fread(to, size, 1, file) != 1) std::exit(2);
     };
@@ -68,13 +36,16 @@ int main(int, char** arguments) {
         const char* target = buffers[pointer.target] + pointer.target_offset;
         std::memcpy(buffers[pointer.buffer] + pointer.offset, &target, sizeof target);
     }
-    for (const auto& named : FUNCTIONS)
-        if (!std::strcmp(named.name, arguments[1])) {
-            named.function(buffers[0]);
-            std::fseek(file, begin, SEEK_SET);
-            for (size_t i = 0; i < buffers.size(); ++i)
-                if (sizes[i] && std::fwrite(buffers[i], sizes[i], 1, file) != 1) return 3;
-            return std::fclose(file);
-        }
-    return 4;
+    void* library = dlopen(arguments[1], RTLD_NOW);
+    if (!library) {
+        std::fprintf(stderr, "%s\n", dlerror());
+        return 4;
+    }
+    const auto function = reinterpret_cast<void (*)(void*)>(dlsym(library, arguments[2]));
+    if (!function) return 5;
+    function(buffers[0]);
+    std::fseek(file, begin, SEEK_SET);
+    for (size_t i = 0; i < buffers.size(); ++i)
+        if (sizes[i] && std::fwrite(buffers[i], sizes[i], 1, file) != 1) return 3;
+    return std::fclose(file);
 }

@@ -97,7 +97,7 @@ def test_damaged_verdicts_and_other_settings_check_anew(
     load_model(settings)
     assert "require_exact" in checks
     checks.clear()
-    load_model(settings.model_copy(update={"native_attention": False}))
+    load_model(settings.model_copy(update={"native": "off"}))
     assert checks == ["require_exact"]
 
 

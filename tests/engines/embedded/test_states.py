@@ -312,7 +312,7 @@ def test_decoding_takes_native_steps(bench, monkeypatch):
         check(outcome, expected)
     assert sizes.count(3) >= len(made.loaded.anatomy.recurrences)
     sizes.clear()
-    made = bench(DELTA, native_attention="off")
+    made = bench(DELTA, native="off")
     check(made.answer(SHORT, "full", max_tokens=5), expected)
     assert not sizes
 

@@ -29,7 +29,7 @@ def test_a_check_that_was_passed_is_remembered(tmp_path: Path) -> None:
     assert not of_model(tmp_path, "another hash").passed("self-test")
 
 
-@pytest.mark.parametrize("part", ["processor", "code", "torch", "compiler"])
+@pytest.mark.parametrize("part", ["processor", "code", "torch", "native"])
 def test_another_machine_or_version_checks_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

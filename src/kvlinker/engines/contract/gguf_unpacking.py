@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.loading import Report, unreported
+from kvlinker.base.system import allocate
 from kvlinker.engines.contract.gguf_files import gguf_files, unpacked_folder
 from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
 from kvlinker.engines.contract.grouped_codes import (
@@ -494,7 +494,7 @@ def _mapped(
     size = 8 + len(text) + ends[-1]
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full ends no process then
+        allocate(file.fileno(), size)  # a disk that is full ends no process then
     whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     parts = whole[8 + len(text) :].split_with_sizes([entry.nbytes for entry in entries.values()])
     return {

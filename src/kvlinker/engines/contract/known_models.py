@@ -24,7 +24,7 @@ FOLDER = "models"
 """The folder in the state directory with a file for each model that was loaded, which holds its
 fingerprint."""
 
-DECISIVE = ("dtype", "device", "weights", "native_attention", "state_inputs", "engine")
+DECISIVE = ("dtype", "device", "weights", "native", "state_inputs", "engine")
 """The settings on which a fingerprint depends, besides the model."""
 
 

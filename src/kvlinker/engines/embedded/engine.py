@@ -158,7 +158,7 @@ class EmbeddedEngine:
             loaded.model,
             loaded.anatomy,
             pool,
-            native_attention=settings.native_attention,
+            native_attention=settings.native != "off",
             program=None if isinstance(loaded.program, str) else loaded.program,
         )
         """For benchmarks and tests while no request is under way."""

@@ -48,6 +48,7 @@ from kvlinker.engines.embedded.model.weights.native_products import native_produ
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.engines.embedded.verdicts import Verdicts, code_beside
+from kvlinker.engines.native import build_here
 from kvlinker.settings import Settings, WeightFormat
 
 SELF_TEST = "self-test"
@@ -66,6 +67,7 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be
     linked exactly.
     """
+    build_here(settings.native == "build")
     settings = with_folder(settings, part_of(report, 0.0, READ / 4))
     report("reading", 0.0)
     model, tokenizer = read_model(settings, own_bf16=multiplies_bf16(settings))
@@ -82,14 +84,14 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
                 "code": code_beside(folder) if settings.trust_remote_code else None,
                 "device": next(model.parameters()).device,
                 "weights": settings.weights,
-                "native": settings.native_attention,
+                "native": settings.native != "off",
             },
         )
     loaded = prepare_model(
         model,
         tokenizer,
         weights=settings.weights,
-        native=settings.native_attention,
+        native=settings.native != "off",
         state_inputs=settings.state_inputs,
         name=name,
         verdicts=verdicts,
@@ -105,7 +107,7 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
 def multiplies_bf16(settings: Settings) -> bool:
     """Return whether native code multiplies by weights in bf16, and attends, on this CPU."""
     return (
-        settings.native_attention
+        settings.native != "off"
         and native_products() is not None
         and native_attention() is not None
     )
@@ -204,7 +206,7 @@ def quicken_model(
         model, linear_calls, weights, sampled, grouped=grouped, native=native, report=report
     )
     if not native:
-        return "native_attention is off"
+        return "native is off"
     quicken_norms(model)
     quicken_linears(model)
     return compile_step(model, anatomy, verdicts)

@@ -65,14 +65,14 @@ class Verdicts:
 
 @cache
 def surroundings() -> Mapping[str, object]:
-    """Describe all that computes besides the model: versions, kvlinker's own code, the compiler,
+    """Describe all that computes besides the model: versions, kvlinker's own code, native code,
     and the processor."""
     return {
         "kvlinker": version("kvlinker"),
         "code": _own_code(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "compiler": native.compiler_version(),
+        "native": native.description(),
         "processor": [platform.machine(), torch.cpu.get_capabilities()],
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "instructions": {name: value for name, value in os.environ.items() if name in INSTRUCTIONS},
@@ -90,7 +90,7 @@ def _own_code() -> str:
         (str(file.relative_to(folder)), status.st_size, status.st_mtime_ns)
         for part in ("engines", "linking", "store", "base")
         for file in sorted((folder / part).rglob("*"))
-        if file.suffix in (".py", ".cpp", ".h")
+        if file.suffix in (".py", ".cpp", ".h", ".so")
         for status in (file.stat(),)
     ]
     return blake3(json.dumps(files).encode()).hexdigest(16)

@@ -1,5 +1,6 @@
-"""Native code for CPUs, which both engines use: compiled by the machine's C++ compiler when first
-needed, then kept per user.
+"""Native code for CPUs, which both engines use. Wheels ship it, compiled, as one library for each
+kind of processor; elsewhere, and behind ``build_here``, the machine's C++ compiler compiles a
+file when it is first needed, and the result is kept per user.
 
 A module that has a native variant takes its functions from here (``functions``), compares what they
 compute with PyTorch on a small case (``require_close``), and falls back where that fails
@@ -30,6 +31,9 @@ T = TypeVar("T")
 Function = Callable[[ctypes.Structure], None]
 """A C++ function that takes one structure by address, and returns nothing."""
 
+SHIPPED = Path(__file__).with_name("shipped")
+"""The folder in which wheels have a library for each kind of processor."""
+
 COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions"
 LONGEST_BUILD = 120
 """Seconds that a run of the compiler may take; it takes three."""
@@ -41,20 +45,56 @@ LARGEST_ERROR = 1e-2
 logger = logging.getLogger(__name__)
 
 
+_builds_here = False
+
+
 class NativeUnavailableError(Exception):
     """Native code cannot be had on this machine; the message says why."""
+
+
+class NoCompilerError(NativeUnavailableError):
+    """There is neither a shipped library for this machine nor a C++ compiler."""
+
+
+def build_here(wanted: bool) -> None:
+    """Compile what this process loads from now on, though it be shipped, if ``wanted``; functions
+    that are loaded stay as they are."""
+    global _builds_here
+    _builds_here = wanted
+
+
+def shipped_library(target: Target) -> Path | None:
+    """Return the library that was installed for this kind of processor; None if there is none, or
+    code is to be compiled here."""
+    library = SHIPPED / f"{target.name}.so"
+    return library if library.is_file() and not _builds_here else None
+
+
+def description() -> str:
+    """Say which native code this process uses: the kind of processor, and where it comes from."""
+    target = targets.this_target()
+    if target is None:
+        return "none, for the CPU has neither AVX2 nor NEON"
+    if shipped_library(target) is not None:
+        return f"{target.name}, shipped"
+    compiler, _, _ = compiler_version().partition("\n")
+    return f"{target.name}, compiled here by {compiler}" if compiler else "none, for want of g++"
 
 
 def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dict[str, Function]:
     """Return functions of a C++ file of this folder by name, each with the structure that it takes.
 
-    Raises NativeUnavailableError if the file cannot be compiled, and on CPUs of no kind that there
-    is native code for.
+    Raises NativeUnavailableError if the file is not shipped and cannot be compiled, and on CPUs of
+    no kind that there is native code for.
     """
     target = targets.this_target()
     if target is None:
         raise NativeUnavailableError("the CPU has neither AVX2 nor NEON")
-    library = load_library(Path(__file__).with_name(file), target)
+    shipped = shipped_library(target)
+    if shipped is None:
+        library = load_library(Path(__file__).with_name(file), target)
+    else:
+        library = _open(shipped)
     found: dict[str, Function] = {}
     for name, argument in arguments.items():
         function = getattr(library, name)
@@ -77,12 +117,24 @@ def require_close(ours: Tensor, expected: Tensor, what: str) -> None:
 def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
     """Return what ``load`` loads and checks; None if it raises NativeUnavailableError; the log has
     the ``consequence`` and the reason. To be cached by the caller: the compiler is run each
-    time."""
+    time. That there is no compiler is logged once, for all that want one."""
     try:
         return load()
+    except NoCompilerError as error:
+        _advise_compiler(str(error))
+        return None
     except NativeUnavailableError as error:
         logger.info("%s: %s.", consequence, error)
         return None
+
+
+@cache
+def _advise_compiler(reason: str) -> None:
+    logger.warning(
+        "PyTorch's kernels compute all, slower than native code: %s. Install g++, or kvlinker's"
+        " wheel for this machine, which has native code in it.",
+        reason,
+    )
 
 
 def load_library(source: Path, target: Target) -> ctypes.CDLL:
@@ -94,6 +146,11 @@ def load_library(source: Path, target: Target) -> ctypes.CDLL:
     compiler = _compiler()
     try:
         version = _version_of(*compiler)
+    except FileNotFoundError as error:
+        raise NoCompilerError(f"there is no C++ compiler ({error})") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailableError(_reason(error)) from error
+    try:
         sources = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
         options = f"{COMPILE} {target.options}"
         built_from = (options.encode(), shlex.join(compiler).encode(), version, *sources)
@@ -101,9 +158,17 @@ def load_library(source: Path, target: Target) -> ctypes.CDLL:
         library = _cache() / name
         if not library.is_file():
             _build(compiler, options, source, library)
-        return ctypes.CDLL(str(library))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(_reason(error)) from error
+    return _open(library)
+
+
+def _open(library: Path) -> ctypes.CDLL:
+    """Load a library. Raises NativeUnavailableError."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailableError(str(error)) from error
 
 
 def compiler_version() -> str:

@@ -23,6 +23,11 @@ class Target:
     multiplies_bf16: bool = False
 
     @property
+    def machine(self) -> str:
+        """The architecture, as ``platform.machine`` calls it on Linux."""
+        return "aarch64" if "neon" in self.needs else "x86_64"
+
+    @property
     def is_here(self) -> bool:
         """True if this processor is of the kind."""
         capabilities = torch.cpu.get_capabilities()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.native import build_here
 from kvlinker.engines.vllm.adapter import (
     BlockPool,
     CacheHitSource,
@@ -77,6 +78,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
         require_tested_version(allow_untested=own.allow_untested)
         require_linkable(vllm_config)
         self._settings = settings = connector_settings(options)
+        build_here(settings.native == "build")
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
             slice_tokens=min(own.slice_tokens, scheduler_config.max_num_batched_tokens),
@@ -193,7 +195,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
                 pass_tokens=self._limits.step_tokens,
                 pass_runs=self._limits.runs,
                 with_scores=self._settings.chunk_scores,
-                native=self._settings.native_attention,
+                native=self._settings.native != "off",
             )
         except UnsupportedModelError as error:
             logger.error(error.message)

@@ -4,10 +4,10 @@ line of JSON: its ``text`` and ``encoding``, or why there is none in ``no_text``
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from dataclasses import asdict
 
+from kvlinker.base.system import limit_memory
 from kvlinker.prompting.documents import NoTextError, read_document
 
 MOST_MEMORY_BYTES = 8 * 2**30
@@ -16,7 +16,7 @@ MOST_MEMORY_BYTES = 8 * 2**30
 
 def main(suffix: str) -> None:
     """Read the file, within ``MOST_MEMORY_BYTES``."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    limit_memory(MOST_MEMORY_BYTES)
     told: dict[str, str | None]
     try:
         told = asdict(read_document(sys.stdin.buffer.read(), suffix))

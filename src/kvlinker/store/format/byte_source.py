@@ -10,6 +10,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.system import read_at
+
 Bytes = NDArray[np.uint8]
 
 
@@ -60,7 +62,7 @@ class FileSource:
         part = self._data[offset : offset + length]
         done = 0
         while done < length:
-            count = os.preadv(self._descriptor, [part.data[done:]], offset + done)
+            count = read_at(self._descriptor, part.data[done:], offset + done)
             if not count:
                 raise EOFError
             done += count

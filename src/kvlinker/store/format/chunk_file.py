@@ -38,6 +38,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from kvlinker.base.system import OPEN_WITH_CARE
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV, LayerLostError
 from kvlinker.store.format.byte_source import ByteSource, FileSource
@@ -141,9 +142,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, and nothing that could wait for others or never end. Raises
     ChunkFileError for anything else."""
     try:
-        file = os.fdopen(
-            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
-        )
+        file = os.fdopen(os.open(path, os.O_RDONLY | OPEN_WITH_CARE), "rb")
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise ChunkFileError("it is not a file") from error

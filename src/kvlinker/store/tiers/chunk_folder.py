@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -52,9 +53,9 @@ class ChunkFolder:
     def shortage(self, nbytes: int) -> int:
         """Return how many bytes the file system lacks to take so many and leave some to others,
         first the catalog."""
-        disk = os.statvfs(self.directory)
-        spare = min(SPARE_BYTES, int(disk.f_blocks * disk.f_frsize * SPARE_SHARE))
-        return max(0, nbytes + spare - disk.f_bavail * disk.f_frsize)
+        disk = shutil.disk_usage(self.directory)
+        spare = min(SPARE_BYTES, int(disk.total * SPARE_SHARE))
+        return max(0, nbytes + spare - disk.free)
 
     def path(self, key: str) -> Path:
         """Return a chunk's place. Raises ValueError for what is no chunk key."""

@@ -70,7 +70,7 @@ def test_a_model_can_do_without_native_code(bench, native_anew, monkeypatch, wei
     loaded = prepare_model(
         tiny_model("llama").bfloat16(), byte_tokenizer(), weights=weights, native=False
     )
-    made = bench(model=loaded, native_attention=False)
+    made = bench(model=loaded, native="off")
     prompt = linked_prompt(30, 20)
     made.cache(prompt)
     assert made.answer(prompt, "query-10", max_tokens=2).failed is None

@@ -65,7 +65,7 @@ def test_options_that_change_kv_change_the_fingerprint(settings):
 
 def test_workers_follow_the_settings_that_are_given_as_options(settings):
     """They read variables and files themselves, and see no options."""
-    given = {"disk_codec": "int8", "native_attention": False, "chunk_scores": False}
+    given = {"disk_codec": "int8", "native": "off", "chunk_scores": False}
     config = configure(settings.model_copy(update=given | {"host_memory": 12345}))
     options = dict(config.kv_transfer_config.kv_connector_extra_config)
     ConnectorOptions.taken_from(options)

@@ -262,6 +262,7 @@ async def _start(settings: Settings, vllm_config: Any) -> Any:
         os.environ["KVLINKER_ENCRYPTION_KEY"] = (
             settings.encryption_key.get_secret_value()
         )  # never among vLLM's options
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # which vLLM would send to its authors
     began = time.monotonic()
     with TemporaryDirectory() as folder:
         refusal = Path(folder) / "refusal"

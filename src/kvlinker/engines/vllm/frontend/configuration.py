@@ -22,7 +22,7 @@ CPU_MEMORY_SHARE = 0.4
 """The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most
 machines have free."""
 
-CONNECTOR_SETTINGS = ("host_memory", "disk_codec", "chunk_scores", "native_attention")
+CONNECTOR_SETTINGS = ("host_memory", "disk_codec", "chunk_scores", "native")
 """The settings, besides the state directory, that the connector follows in vLLM's processes. These
 read variables and the file themselves, but know no options."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
 
+from kvlinker.base import system
 from kvlinker.base.errors import StoreError
 
 PATIENCE_SECONDS = 10.0
@@ -20,18 +20,16 @@ class DirectoryLock:
         """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
         self._directory = directory
         try:
-            self._descriptor = os.open(
-                directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise self._unusable(error) from error
 
     def share(self) -> None:
-        if not self._taken(fcntl.LOCK_SH, PATIENCE_SECONDS):
+        if not self._taken(PATIENCE_SECONDS, alone=False):
             raise rekeying_error(f"state directory {self._directory}")
 
     def take_alone(self, patience: float = 0.0) -> None:
-        if not self._taken(fcntl.LOCK_EX, patience):
+        if not self._taken(patience, alone=True):
             raise in_use_error(f"state directory {self._directory}")
 
     def close(self) -> None:
@@ -39,12 +37,12 @@ class DirectoryLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _taken(self, kind: int, patience: float) -> bool:
+    def _taken(self, patience: float, *, alone: bool) -> bool:
         """Take the lock; return whether that was possible."""
         deadline = time.monotonic() + patience
         while True:
             try:
-                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                system.lock(self._descriptor, alone=alone, wait=False)
                 return True
             except BlockingIOError:
                 if time.monotonic() >= deadline:

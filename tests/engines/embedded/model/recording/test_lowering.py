@@ -110,7 +110,7 @@ def test_models_in_fp32_and_without_native_code_are_computed_by_their_modules():
     exact = prepare_model(tiny_model("llama"), byte_tokenizer())
     assert exact.program == "native code attends in bf16, and it is in float32"
     without = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer(), native=False)
-    assert without.program == "native_attention is off"
+    assert without.program == "native is off"
 
 
 def test_a_program_that_computes_something_else_is_not_used(monkeypatch):
