@@ -147,6 +147,7 @@ function filter() {
   by("library-count").textContent = words ? `${number(shown)} of ${counted(documents.size, "document")}` : counted(documents.size, "document");
   by("library-empty").hidden = documents.size > 0;
   by("search").hidden = !documents.size;
+  dispatchEvent(new CustomEvent("documents", { detail: Array.from(documents.values(), ({ source }) => source) }));
   showSelection();
 }
 

@@ -21,6 +21,7 @@ export function startStatus(tell) {
 export async function refresh(tell) {
   try {
     const status = await get("status");
+    dispatchEvent(new CustomEvent("status", { detail: status }));
     showStatus(status);
     showAudit(await get("v1/audit"));
     await refreshMetrics(status);
