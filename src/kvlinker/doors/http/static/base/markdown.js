@@ -11,7 +11,7 @@ import { formula, mathematics } from "./mathematics.js";
 const LEFT_OUT = ["html", "tag", "def", "reflink"]; // markup stays text, and no later line changes what is shown of an earlier one
 const PROTOCOLS = ["http:", "https:", "mailto:"];
 const ABOVE = 2; // the levels of the page's own headings
-const LONG = 2000; // characters; the beginning of a list or paragraph that is longer is not made anew with each token
+const LONG = 1000; // characters; the beginning of a list or paragraph that is longer is not made anew with each token
 
 const marked = new Marked({ gfm: true, breaks: true }).use({
   extensions: mathematics,

@@ -3,6 +3,7 @@
 import { get, text } from "../base/api.js";
 import { by, bytes, counted, fillBar, legendOf, make, milliseconds, number, percent } from "../base/dom.js";
 import { sample } from "./charts.js";
+import { showRequests } from "./requests.js";
 
 const EVERY = 3000;
 
@@ -55,6 +56,7 @@ function showReplicas(replicas = []) {
 
 function showStatus(status) {
   showReplicas(status.replicas);
+  showRequests(status);
   by("model").textContent = `${status.model}, ${number(status.max_model_len)} tokens of context, policy ${status.policy}`;
   by("load").replaceChildren(...lines(
     ["running", number(status.requests.running)], ["waiting", number(status.requests.waiting)],
