@@ -39,7 +39,7 @@ Last & least.
 PAYLOADS = (
     "<script>document.title = 'taken'</script>",
     "<img src=x onerror=\"document.title='taken'\">",
-    "<svg onload=\"document.title='taken'\"><a href=\"javascript:document.title='taken'\">x</a></svg>",
+    '<svg onload="document.title=\'taken\'"><a href="javascript:alert(1)">x</a></svg>',
     "<iframe srcdoc=\"<script>parent.document.title='taken'</script>\"></iframe>",
     '<iframe src="//example.org/"></iframe>',
     '<meta http-equiv=refresh content="0; url=https://example.org/">',

@@ -3,6 +3,7 @@
 import { storedKey, storeKey } from "./base/api.js";
 import { by } from "./base/dom.js";
 import { startNarrow } from "./base/narrow.js";
+import { startTheme } from "./base/theme.js";
 import { startTabs } from "./base/tabs.js";
 import { ask, askAgain, busy, goOn, stop } from "./conversation/asking.js";
 import { showCode, startCode } from "./conversation/code.js";
@@ -21,6 +22,7 @@ import { cacheAll, resume } from "./documents/uploads.js";
 import { startPassage } from "./documents/passage.js";
 import { compare } from "./prompt/comparison.js";
 import { explanations, showPrompt, startPrompt } from "./prompt/prompt.js";
+import { startModels } from "./server/models.js";
 import { refresh, startStatus } from "./server/status.js";
 
 const notice = words => { by("notice").textContent = words };
@@ -101,6 +103,7 @@ function startShortcuts(showTab) {
   by("skip").addEventListener("click", event => { event.preventDefault(); showTab(by("tab-ask")); by("question").focus() });
 }
 
+startTheme();
 startKey();
 startNarrow();
 startConversation();
@@ -115,6 +118,7 @@ startPassage();
 startSearch();
 startLibrary(resume);
 startDropping(cacheAll);
+startModels(() => Promise.all([read(), refresh(notice)]));
 startStatus(notice);
 await read();
 await startConversations(busy);

@@ -2,10 +2,11 @@
 
 import { by, save } from "../base/dom.js";
 import { current } from "./conversations.js";
+import { asPage } from "./page_export.js";
 import { bodyOf } from "./requests.js";
 
 export function startExports() {
-  const menu = { "export-markdown": exportMarkdown, "export-json": exportRequest };
+  const menu = { "export-page": exportPage, "export-markdown": exportMarkdown, "export-json": exportRequest };
   for (const [id, action] of Object.entries(menu)) {
     by(id).addEventListener("click", () => { by("conversation-menu").open = false; action() });
   }
@@ -13,6 +14,10 @@ export function startExports() {
 }
 
 const fileName = end => `${current.title.replace(/[^\p{L}\p{N} -]/gu, "").trim() || "conversation"}.${end}`;
+
+async function exportPage() {
+  save(fileName("html"), await asPage(current, document.querySelectorAll(".turn > .answered")), "text/html");
+}
 
 function exportMarkdown() {
   const turns = current.turns.map(({ question, chunks, policy, answer }) => {

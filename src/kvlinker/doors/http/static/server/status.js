@@ -57,7 +57,6 @@ function showReplicas(replicas = []) {
 function showStatus(status) {
   showReplicas(status.replicas);
   showRequests(status);
-  by("model").textContent = `${status.model}, ${number(status.max_model_len)} tokens of context, policy ${status.policy}`;
   by("load").replaceChildren(...lines(
     ["running", number(status.requests.running)], ["waiting", number(status.requests.waiting)],
     ["answered", number(status.requests.finished)], ["output tokens", number(status.output_tokens)],
