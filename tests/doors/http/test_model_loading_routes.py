@@ -17,7 +17,7 @@ def switching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = tiny_settings(
         tmp_path_factory.mktemp("switching"), api_keys=("one",), admin_keys=("root",)
     )
-    with serving(LLM(tiny_model(), settings), settings) as running:
+    with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         yield running
 
 

@@ -65,7 +65,6 @@ def test_the_model_is_asked_to_name_numbered_passages(shown: Watched) -> None:
     for content in (first, second):
         assert content[-1]["text"].endswith("as in [1].")
     assert bodies[1]["messages"][0]["content"] == first
-    assert shown.answers == ["Oslo", "Lima"]
 
 
 def test_small_models_are_not_asked(shown: Watched) -> None:
@@ -100,7 +99,7 @@ def test_the_attention_to_each_source_is_told(shown: Watched, reading: Served) -
     assert shown.page.locator(".attention").all_inner_texts() == told, "it is kept"
 
 
-def test_a_passage_stands_in_its_documents_text(shown: Watched) -> None:
+def test_a_passage_stands_in_its_documents_text(shown: Watched, reading: Served) -> None:
     shown.page.get_by_text("How they are split").click()
     shown.page.select_option("#split-method", "paragraph")
     shown.page.fill("#split-tokens", "16")
@@ -112,7 +111,7 @@ def test_a_passage_stands_in_its_documents_text(shown: Watched) -> None:
     page.locator(".sources button").click()
     page.get_by_role("button", name="Earlier text").wait_for()
     page.get_by_role("button", name="Later text").wait_for()
-    assert "of 12" in page.inner_text("#passage-place")
+    assert f" of {len(caches(reading))}, " in page.inner_text("#passage-place")
     marked = str(page.locator("#passage-text mark").text_content())
     around = str(page.locator("#passage-text").text_content())
     before, _, behind = around.partition(marked)

@@ -272,7 +272,7 @@ def _loadable(served: ServedModel) -> list[Model]:
     if served.settings.engine == "vllm":
         return []
     place = Path(served.settings.model)
-    beside = [place.absolute().parent] if place.is_dir() else []
+    beside = [place.absolute().parent] if place.exists() else []
     return list({each.name: each for each in models_here(beside)}.values())
 
 

@@ -35,7 +35,12 @@ class Model(NamedTuple):
 def models_here(folders: Sequence[Path]) -> Iterator[Model]:
     """Yield the models of the hub's cache, the model in the box, those in ``folders`` and in
     folders directly below, and those in GGUF."""
-    within = [place for folder in folders for place in (folder, *sorted(folder.iterdir()))]
+    within = [
+        place
+        for folder in folders
+        for place in (folder, *sorted(folder.iterdir()))
+        if place.is_dir()
+    ]
     yield from _in_cache()
     yield from _in_folders([BUNDLED_MODEL, *folders])
     yield from _of_llama_cpp(within)

@@ -134,7 +134,8 @@ function blocksOf(text) {
   if (last.token.type === "list" && last.token.items.length > 1) return [...blocks.slice(0, -1), ...parted(last.token)];
   const cut = last.token.type === "paragraph" ? last.raw.lastIndexOf("\n", last.raw.length - 2) + 1 : 0;
   if (!cut) return blocks;
-  return [...blocks.slice(0, -1), { raw: last.raw.slice(0, cut), token: blocksOf(last.raw.slice(0, cut))[0].token, ends: true }, ...blocksOf(last.raw.slice(cut))];
+  const [begin, rest] = [last.raw.slice(0, cut), last.raw.slice(cut)];
+  return [...blocks.slice(0, -1), { raw: begin, token: marked.lexer(begin)[0], ends: true }, ...blocksOf(rest)];
 }
 
 /** Return a list without its last item, and that. */

@@ -13,9 +13,16 @@ export const startTurns = given => { actions = given };
 
 const views = new WeakMap();
 
-/** Show all turns anew. */
+/** Show all turns; those whose answers are shown already are not made anew. */
 export function showTurns() {
-  by("turns").replaceChildren(...current.turns.map(turn => viewOf(turn).root));
+  const roots = current.turns.map(turn => {
+    const view = views.get(turn);
+    if (view?.answer !== turn.answer) return viewOf(turn).root;
+    if (!isUnderWay(turn)) tellEnd(turn, view);
+    return view.root;
+  });
+  const shown = by("turns").children;
+  if (roots.length !== shown.length || roots.some((root, index) => root !== shown[index])) by("turns").replaceChildren(...roots);
   by("conversation-title").textContent = by("conversation-title").title = current.title || "Ask about your documents";
   by("conversation-menu").hidden = !current.id;
   by("failure").replaceChildren();
@@ -28,6 +35,7 @@ export function failed(words, ...buttons) {
 
 function viewOf(turn) {
   const view = {
+    answer: turn.answer,
     asked: make("div", { className: "asked" }, make("p", {}, turn.question)),
     answered: make("div", { className: "answered markdown" }), cut: make("p", { className: "cut", hidden: true }),
     sources: make("div"), figures: make("p", { className: "figures faint" }),
