@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.recent import RecentRequests
 from kvlinker.llm import LLM
 from kvlinker.settings.model import BUNDLED_MODEL
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
@@ -49,23 +54,45 @@ def test_no_path_is_loaded_that_is_not_known(switching: Served, tmp_path: Path) 
     assert switching.get("/health").json() == {"status": "ok"}
 
 
-def test_requests_that_are_running_are_told_to_their_tenant(switching: Served) -> None:
-    """While they are; then they are among the last ones, with their speed."""
-    body = {"prompt": "Tell me", "max_tokens": 800, "stream": True, "ignore_eos": True}
-    with switching.http.stream("POST", "/v1/completions", json=body, headers=bearer("one")) as told:
-        next(told.iter_lines())
-        status = switching.get("/status", headers=bearer("one")).json()
-        (running,) = status["running"]
-        assert running["tenant"].startswith("key-")
-        assert running["prompt_tokens"] > 0
-        assert running["seconds"] >= 0
-        told.read()
+class Begun:
+    """Choices of a request of 30 tokens, which has been answered with 5."""
+
+    ended = False
+    output_tokens = 5
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.began = time.monotonic() - 2
+        policy = SimpleNamespace(name="naive")
+        self.prompts = {"prompt": SimpleNamespace(prompt=range(30), policy=policy)}
+
+
+def test_requests_that_are_running_are_told_to_their_tenant() -> None:
+    recent = RecentRequests()
+    one, two = Begun("one"), Begun("two")
+    for each in (one, two):
+        recent.begin(cast(Choices, each))
+    (told,) = recent.running("one")
+    assert told.seconds >= 2
+    assert told.model_dump(exclude={"seconds"}) == {
+        "tenant": "one",
+        "policy": "naive",
+        "prompt_tokens": 30,
+        "output_tokens": 5,
+    }
+    assert len(recent.running(None)) == 2
+    one.ended = True
+    assert recent.running("one") == []
+
+
+def test_the_last_requests_tell_whose_and_how_fast(switching: Served) -> None:
+    body = {"prompt": "Tell me", "max_tokens": 20, "ignore_eos": True}
+    assert switching.post("/v1/completions", body, headers=bearer("one")).status_code == 200
     status = switching.get("/status", headers=bearer("root")).json()
-    assert status["running"] == []
     (recent,) = status["recent"]
-    assert recent["tenant"] == running["tenant"]
+    assert recent["tenant"].startswith("key-")
     assert recent["tokens_per_second"] > 0
-    assert recent["output_tokens"] == 800
+    assert status["running"] == []
     assert status["parameters"] > 1000
     assert status["memory_bytes"] > 10_000_000
 

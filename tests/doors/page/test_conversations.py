@@ -347,14 +347,21 @@ def test_documents_of_another_key_are_named(
     assert "“people.md” cannot be used any more" in page.inner_text("#failure")
 
 
-def test_a_browser_that_keeps_nothing_says_so(
-    reading: Served, opened: Callable[..., Watched]
-) -> None:
-    watched = fresh_page(reading, opened)
-    watched.page.add_init_script(
+WITHOUT = {
+    "refused": (
         "IDBFactory.prototype.open = () => {"
         " const request = {}; setTimeout(() => request.onerror()); return request }"
-    )
+    ),
+    "missing": "Object.defineProperty(window, 'indexedDB', { value: undefined })",
+}
+
+
+@pytest.mark.parametrize("how", WITHOUT)
+def test_a_browser_that_keeps_nothing_says_so(
+    reading: Served, opened: Callable[..., Watched], how: str
+) -> None:
+    watched = fresh_page(reading, opened)
+    watched.page.add_init_script(WITHOUT[how])
     watched.page.reload()
     watched.wait_until_begun()
     watched.ask("Hello?")

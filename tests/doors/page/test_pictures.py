@@ -128,7 +128,7 @@ REPORT = (
 )
 """A document of several chunks."""
 
-ANSWER = """The quay was rebuilt in **1998**, after the flood [1], and some 340 ships come in a year [1].
+ANSWER = """The quay was rebuilt in **1998**, after the flood [1]; some 340 ships come a year [1].
 
 | | before | since |
 |---|---:|---:|

@@ -118,8 +118,13 @@ def test_a_passage_stands_in_its_documents_text(shown: Watched, reading: Served)
     assert LETTER.index(before.removeprefix("Earlier text")) < LETTER.index(marked)
     for name in ("Earlier text", "Later text"):
         while (button := page.get_by_role("button", name=name)).count():
+            told = str(page.locator("#passage-text").text_content())
             button.click()
-            button.first.wait_for(state="detached")
+            page.wait_for_function(
+                "length => document.getElementById('passage-text').textContent.length > length"
+                " && document.querySelectorAll('#passage-text button').length <= 2",
+                arg=len(told),
+            )
     assert page.locator("#passage-text").text_content() == LETTER
     assert behind
 

@@ -11,6 +11,7 @@ import { formula, mathematics } from "./mathematics.js";
 const LEFT_OUT = ["html", "tag", "def", "reflink"]; // markup stays text, and no later line changes what is shown of an earlier one
 const PROTOCOLS = ["http:", "https:", "mailto:"];
 const ABOVE = 2; // the levels of the page's own headings
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: "\"", nbsp: "\u00a0", "#39": "'" };
 const LONG = 1000; // characters; the beginning of a list or paragraph that is longer is not made anew with each token
 
 const marked = new Marked({ gfm: true, breaks: true }).use({
@@ -71,14 +72,14 @@ export class Markdown {
       case "hr": return make("hr");
       case "space": return document.createTextNode("");
       case "text": return make("span", {}, ...this.#inline(tokens || [token])); // of a tight list
-      case "checkbox": return document.createTextNode("");
+      case "checkbox": return document.createTextNode(tick(token));
       default: return make("p", {}, ...this.#inline(tokens || [token]));
     }
   }
 
   #list({ ordered, start, items }) {
     const made = make(ordered ? "ol" : "ul", {}, ...items.map(item => (
-      make("li", {}, item.task ? (item.checked ? "☑ " : "☐ ") : "", ...item.tokens.map(each => this.#element(each)))
+      make("li", {}, ...item.tokens.map(each => this.#element(each)))
     )));
     if (ordered) made.start = start;
     return made;
@@ -102,15 +103,12 @@ export class Markdown {
         case "codespan": return make("code", {}, token.text);
         case "br": return make("br");
         case "math": return formula(token.text, token.display);
-        case "link": return this.#link(token);
+        case "link": return link(token.href, this.#inline(token.tokens));
+        case "checkbox": return tick(token);
         case "image": return link(token.href, [token.text || token.href]); // shown to nobody's server without a click
-        default: return token.tokens ? this.#inline(token.tokens) : this.#marked(token.text);
+        default: return token.tokens ? this.#inline(token.tokens) : this.#marked(unescaped(token.text));
       }
     });
-  }
-
-  #link({ href, tokens }) {
-    return link(href, this.#inline(tokens));
   }
 
   /** Return a text with the elements of the numbers in brackets, as in [1] and [1, 2]. */
@@ -121,6 +119,10 @@ export class Markdown {
     });
   }
 }
+
+const tick = ({ checked }) => (checked ? "☑ " : "☐ ");
+
+const unescaped = text => text.replace(/&(amp|lt|gt|quot|nbsp|#39);/g, (_, name) => ENTITIES[name]);
 
 /** Return the blocks that a text begins with, {raw, token, ends}; of one that `ends`, no more will change. */
 function blocksOf(text) {

@@ -6,16 +6,30 @@ const KEPT = "theme";
 const SIGNS = { system: "◐", light: "☀", dark: "☾" };
 
 export function startTheme() {
-  use(localStorage.getItem(KEPT));
+  use(kept());
   by("theme").addEventListener("click", () => {
     const names = Object.keys(SIGNS);
     use(names[(names.indexOf(by("theme").dataset.theme) + 1) % names.length]);
   });
 }
 
+function kept() {
+  try {
+    return localStorage.getItem(KEPT);
+  } catch { // some browsers keep nothing for some pages
+    return null;
+  }
+}
+
+function keep(theme) {
+  try {
+    if (theme === "system") localStorage.removeItem(KEPT); else localStorage.setItem(KEPT, theme);
+  } catch { /* then it ends with the page */ }
+}
+
 function use(name) {
   const theme = SIGNS[name] ? name : "system";
-  if (theme === "system") localStorage.removeItem(KEPT); else localStorage.setItem(KEPT, theme);
+  keep(theme);
   document.documentElement.dataset.theme = theme;
   by("theme").dataset.theme = theme;
   by("theme").textContent = SIGNS[theme];

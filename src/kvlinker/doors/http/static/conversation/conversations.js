@@ -37,7 +37,7 @@ export async function startConversations(busy) {
 
 async function showAddressed() {
   const id = idInAddress();
-  const found = id && await read(STORE, id);
+  const found = id && await read(STORE, id).catch(() => null); // told where all are listed
   current = found || blank();
   if (found) useSettings(found.settings);
   changed();

@@ -7,21 +7,24 @@ import { button, by, bytes, make, number } from "../base/dom.js";
 const EVERY = 1000; // milliseconds between two looks at a model that is being loaded
 const UNITS = [[1e9, "billion"], [1e6, "million"]];
 
+let status = null; // the server's, as it was told last
 let known = null; // what the server told of this machine's models; null where it tells nobody, or not this key
 
 /** `reload` reads all that depends on the model. */
 export function startModels(reload) {
-  addEventListener("status", ({ detail }) => showFacts(detail));
+  addEventListener("status", ({ detail }) => { status = detail; showFacts() });
   by("models").addEventListener("toggle", async () => {
     if (!by("models").open) return;
     known = await get("v1/models/known").catch(() => null);
+    if (status) showFacts();
     showKnown(reload);
   });
   by("models").addEventListener("keydown", ({ key }) => { if (key === "Escape") { by("models").open = false; by("models").firstElementChild.focus() } });
   document.body.addEventListener("click", ({ target }) => { if (!target.closest("#models, dialog")) by("models").open = false });
 }
 
-function showFacts({ model, parameters, memory_bytes: memory, max_model_len: window, policy, steps }) {
+function showFacts() {
+  const { model, parameters, memory_bytes: memory, max_model_len: window, policy, steps } = status;
   by("model").textContent = model;
   const loaded = known?.data.find(each => each.is_loaded);
   const [size, unit] = UNITS.find(([least]) => parameters >= least) || [1, ""];
