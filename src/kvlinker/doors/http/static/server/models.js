@@ -24,7 +24,7 @@ export function startModels(reload) {
 }
 
 function showFacts() {
-  const { model, parameters, memory_bytes: memory, max_model_len: window, policy, steps } = status;
+  const { model, parameters, memory_bytes: memory, max_model_len: window, policy } = status;
   by("model").textContent = model;
   const loaded = known?.data.find(each => each.is_loaded);
   const [size, unit] = UNITS.find(([least]) => parameters >= least) || [1, ""];
@@ -33,7 +33,7 @@ function showFacts() {
     ["format", loaded ? `${loaded.weights}, ${bytes(loaded.nbytes)}` : "–"],
     ["window", `${number(window)} tokens`],
     ["memory of the server", memory ? bytes(memory) : "–"],
-    ["policy", policy], ["steps", steps],
+    ["policy", policy],
   ];
   by("model-facts").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
 }
