@@ -113,7 +113,7 @@ async function chunksFor({ question, settings: { limit } }, before) {
 /** Stream a turn's answer into it, behind what there is of it, and its explanation where the engine gives one. */
 async function generate(body, turn) {
   const { answer } = turn;
-  const link = { ...body.link, ...(explains ? { explain: true, attention: true } : {}) };
+  const link = { ...body.link, ...(explains && !answer.text ? { explain: true, attention: true } : {}) };
   const asked = { ...body, link, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const { text, tokens = 0, whole = 0 } = answer;
   const begin = performance.now();
@@ -134,6 +134,7 @@ async function generate(body, turn) {
   } catch (error) {
     if (error.param !== "link.explain") {
       Object.assign(answer, { whole: whole + performance.now() - begin, stopped: true });
+      tellAnswer(turn);
       throw error;
     }
     explains = false; // this engine explains prompts apart from answers

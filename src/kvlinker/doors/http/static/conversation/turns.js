@@ -18,7 +18,7 @@ export function showTurns() {
   const roots = current.turns.map(turn => {
     const view = views.get(turn);
     if (view?.answer !== turn.answer) return viewOf(turn).root;
-    if (!isUnderWay(turn)) tellEnd(turn, view);
+    tellAnswer(turn);
     return view.root;
   });
   const shown = by("turns").children;
