@@ -266,6 +266,6 @@ def fresh_page(served: Served, opened: Callable[..., Watched], **options: object
         for cache_id in ids:
             served.http.delete(f"/v1/context_caches/{cache_id}")
     watched = opened(served.url, **options)
-    watched.page.get_by_text("Nothing is cached yet.").wait_for()
+    watched.page.locator("#library-empty:not([hidden])").wait_for(state="attached")
     watched.page.locator("#policy option").nth(1).wait_for(state="attached")
     return watched

@@ -135,8 +135,7 @@ ANSWER = """The quay was rebuilt in **1998**, after the flood [1]; some 340 ship
 | ships in a year | unknown | 340 |
 | quays | 2 | 3 |
 
-Were they spread evenly, a day would have $\\frac{340}{365} \\approx 0.93$ of a ship; but most come
-in summer [1].
+Were they spread evenly, a day would have $\\frac{340}{365} \\approx 0.93$ of a ship.
 """
 """As a larger model writes it than the one in the box, which names no sources."""
 
@@ -151,6 +150,8 @@ def test_picture_of_sources(
     page.fill("#split-tokens", "48")
     page.get_by_text("How they are split").click()
     watched.drop_all({"harbour.md": REPORT, **{f"people/{name}.md": text for name, text in HOMES}})
+    with watched.settings():
+        page.fill("#limit", "1")
     watched.answer_with(ANSWER)
     watched.ask("When was the quay rebuilt, and how many ships come in a year?")
     page.locator("math").wait_for()
