@@ -27,6 +27,11 @@ def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) ->
     shown.ask("Where does Tom Reyes live?")
     page.get_by_role("tab", name="Server").click()
     assert not page.locator("#question").is_visible()
+    request = page.locator("#requests tbody tr:not(.running)").first.locator("td")
+    request.first.wait_for()
+    who, _, policy, prompt, *parts = request.all_inner_texts()
+    assert (who, policy) == ("default", "legolink-3")
+    assert sum(map(int, parts[:3])) == int(prompt), "cached, recomputed and fresh"
     assert reading.llm.policy_manager.auditor is not None
     assert reading.llm.policy_manager.auditor.wait(30)
     row = page.locator("#audit tr", has_text="legolink-3")

@@ -156,7 +156,7 @@ def test_picture_of_sources(
     watched.ask("When was the quay rebuilt, and how many ships come in a year?")
     page.locator("math").wait_for()
     page.locator(".answered .mark").first.click()
-    page.locator("#passage-text mark").wait_for()
+    page.locator("#passage-text", has_text="Ida Okoye").wait_for()
     page.evaluate("scrollTo(0, 0)")
     keep("-sources", page.screenshot())
 
