@@ -24,6 +24,7 @@ export class Markdown {
   #place;
   #mark;
   #text = "";
+  #isWhole = false;
   #settled = 0; // characters whose elements do not change any more
   #tail = []; // {raw, token, node} of the blocks behind them
 
@@ -35,8 +36,10 @@ export class Markdown {
   /** Show as much of the text as there is; `isWhole` where no more will come. */
   show(text, isWhole) {
     const all = text.replaceAll("\r\n", "\n");
-    if (!all.startsWith(this.#text)) this.#clear();
+    const goesOn = this.#isWhole && all.length > this.#text.length; // then its last block may, too
+    if (goesOn || !all.startsWith(this.#text)) this.#clear();
     this.#text = all;
+    this.#isWhole = isWhole;
     const blocks = blocksOf(all.slice(this.#settled));
     const changed = this.#tail.findIndex(({ raw }, index) => raw !== blocks[index]?.raw);
     const old = changed < 0 ? [] : this.#tail.splice(changed);
