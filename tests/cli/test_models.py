@@ -133,6 +133,7 @@ def test_folders_are_listed(cache: Path, tmp_path: Path) -> None:
         text = {"max_position_embeddings": 4096, "torch_dtype": "float16"}
         (folder / "config.json").write_text(json.dumps({"text_config": text}))
     (whole / "pytorch_model.bin").write_bytes(b"x" * 2000)
+    (tmp_path / "notes.txt").write_text("no folder")
     result = kvlinker("models", tmp_path)
     assert result.exit_code == 0, result.stderr
     lines = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}

@@ -3,13 +3,11 @@ machine, and list those that are here."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 from pydantic import ByteSize
@@ -17,12 +15,14 @@ from rich.table import Table
 
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.cli.console import BAD_USAGE, FAILURE, INTERRUPTED, fail, output_console
-from kvlinker.engines.contract.gguf_files import SUFFIX, chosen_files, gguf_files, known_ggufs
+from kvlinker.engines.contract.gguf_files import SUFFIX, chosen_files, gguf_files
+from kvlinker.engines.contract.machine_models import (
+    OTHER_WEIGHTS,
+    SAFE_WEIGHTS,
+    bytes_of,
+    models_here,
+)
 from kvlinker.engines.contract.model_place import CONFIG
-from kvlinker.settings.model import BUNDLED_MODEL
-
-SAFE_WEIGHTS, OTHER_WEIGHTS = "*.safetensors", ("*.bin", "*.pt", "*.pth")
-"""The files of weights; of a model that has both kinds, the safe ones are read."""
 
 BESIDES_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """The other files that loading a model reads: configuration, tokenizer, chat template, code."""
@@ -52,7 +52,7 @@ def pull(
     files = _ggufs(model) or tuple(folder.iterdir())
     typer.echo(folder)
     typer.echo(
-        f"kvlinker: {model} takes {_size(_bytes_of(files))}; `kvlinker run {model}` talks with it",
+        f"kvlinker: {model} takes {_size(bytes_of(files))}; `kvlinker run {model}` talks with it",
         err=True,
     )
 
@@ -166,20 +166,6 @@ def _why_not(model: str, error: Exception) -> str:
     return f"{model} could not be downloaded: {first} Is the hub reachable? Then try again."
 
 
-class Model(NamedTuple):
-    """Describes a model on this machine."""
-
-    name: str
-    """What commands take: the hub id, or the path."""
-
-    nbytes: int
-    weights: str
-    """How its files hold the weights."""
-
-    window: int | None
-    """The tokens that its configuration allows."""
-
-
 def models(
     folders: Annotated[
         list[Path] | None,
@@ -202,92 +188,10 @@ def models(
     for title in ("size", "window"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("weights", no_wrap=True)
-    folders = folders or []
-    within = [place for folder in folders for place in (folder, *sorted(folder.iterdir()))]
-    for model in (*_in_cache(), *_in_folders([BUNDLED_MODEL, *folders]), *_of_llama_cpp(within)):
+    for model in models_here(folders or []):
         window = "-" if model.window is None else f"{model.window:,}"
         table.add_row(model.name, _size(model.nbytes), window, model.weights)
     output_console().print(table)
-
-
-def _in_cache() -> Iterator[Model]:
-    """Yield the models of the hub's cache, by name."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    with suppress(CacheNotFound):
-        repositories = [each for each in scan_cache_dir().repos if each.repo_type == "model"]
-        for repository in sorted(repositories, key=lambda each: each.repo_id):
-            latest = max(repository.revisions, key=lambda each: each.last_modified, default=None)
-            if latest and (found := _described(repository.repo_id, latest.snapshot_path)):
-                yield found
-
-
-def _in_folders(folders: Sequence[Path]) -> Iterator[Model]:
-    """Yield the models in folders, and in those directly below, by their paths."""
-    for folder in folders:
-        for place in (folder, *sorted(folder.iterdir())):
-            if found := _described(str(place), place):
-                yield found
-
-
-def _of_llama_cpp(folders: Sequence[Path]) -> Iterator[Model]:
-    """Yield the models in GGUF: in folders, of Ollama, of LM Studio, and in the hub's cache."""
-    from huggingface_hub import constants
-
-    from kvlinker.engines.contract.gguf_reading import gguf_facts
-
-    cache = Path(constants.HF_HUB_CACHE)
-    for found in known_ggufs([*cache.glob("models--*/snapshots/*"), *folders]):
-        try:
-            kind, window = gguf_facts(found.files[0])
-        except ModelLoadError:
-            kind, window = "GGUF, damaged", None
-        yield Model(found.name, _bytes_of(found.files), kind, window)
-
-
-def _described(name: str, folder: Path) -> Model | None:
-    """Describe the model in a folder; None if none is there, or a part of one."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    safe = list(folder.glob(SAFE_WEIGHTS))
-    other = [path for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)]
-    if not isinstance(config, dict) or not safe + other:
-        return None
-    return Model(
-        name,
-        _bytes_of(folder.iterdir()),
-        _weights(config, "safetensors" if safe else "pickle"),
-        _window(config),
-    )
-
-
-def _bytes_of(paths: Iterable[Path]) -> int:
-    """Return the size of the files among the paths, those that links lead to included."""
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def _weights(config: dict[str, Any], files: str) -> str:
-    texts = _texts(config)
-    quantized = config.get("quantization_config") or {}
-    kind = quantized.get("quant_method") or next(
-        (found for each in texts for key in ("dtype", "torch_dtype") if (found := each.get(key))),
-        None,
-    )
-    return f"{kind} ({files})" if kind else files
-
-
-def _window(config: dict[str, Any]) -> int | None:
-    windows = (each.get("max_position_embeddings") for each in _texts(config))
-    return next((window for window in windows if isinstance(window, int)), None)
-
-
-def _texts(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the configuration of the part that reads texts, and the whole one."""
-    text = config.get("text_config")
-    return (text, config) if isinstance(text, dict) else (config,)
 
 
 def _size(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.garbage import importing
 from kvlinker.base.loading import Loading
 from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
@@ -55,7 +56,26 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     listen(listener)
     with logging_to_stderr(settings.log_level, settings.log_format):
         provider = provider_from_environment()
-        while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
+        before: Settings | None = None
+        failure: str | None = None
+        while True:
+            try:
+                served, next_model = _serve_until_end(
+                    settings, listener, console, provider, failure
+                )
+            except KVLinkerError as error:
+                if before is None:
+                    raise
+                failure = f"{settings.model} cannot be served: {error.message}"
+                logger.error("%s The server goes back to %s.", failure, before.model)
+                settings, before = before, None
+                continue
+            if next_model is not None:
+                before, settings, failure = settings, _with_model(settings, next_model), None
+                logger.info("Loading %s in the place of %s.", next_model, before.model)
+                continue
+            if served is None:
+                return
             message = "The engine has failed; its messages are above."
             if settings.on_engine_failure == "exit":
                 raise fail(
@@ -70,14 +90,25 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
             logger.error("%s It is started again.", message)
 
 
-def _serve_until_failure(
-    settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
-) -> float | None:
-    """Start the engine and serve until a signal stops it (returns None), or until the engine fails
-    (returns the seconds for which it has served). Requests that come while the model is loaded are
-    answered that it is.
+def _with_model(settings: Settings, model: str) -> Settings:
+    """Return the settings for another model, without those that were this one's own."""
+    return settings.model_copy(
+        update={"model": model, "served_model_name": None, "chat_template": None}
+    )
 
-    ``provider`` takes the traces.
+
+def _serve_until_end(
+    settings: Settings,
+    listener: socket.socket,
+    console: Console,
+    provider: TracerProvider | None,
+    failure: str | None,
+) -> tuple[float | None, str | None]:
+    """Start the engine and serve until a signal stops it, until the engine fails (returns the
+    seconds for which it has served), or until another model is to be loaded (returns that).
+    Requests that come while the model is loaded are answered that it is.
+
+    ``provider`` takes the traces; ``failure`` says why another model is not served.
     """
     loading = Loading(settings.model)
     log = logger.info if settings.log_format == "json" else None
@@ -96,7 +127,7 @@ def _serve_until_failure(
             llm = LLM.from_settings(
                 settings, builders=builder_client(settings), report=loading.report
             )
-            app = create_server(llm, settings, provider)
+            app = create_server(llm, settings, provider, failure)
     policy = llm.default_policy().name + _auto_state(llm)
     used = sum(tier.used_bytes for tier in llm.tiers() if tier.name == "disk")
     free = _free_space(settings, used)
@@ -114,7 +145,8 @@ def _serve_until_failure(
     began = time.monotonic()
     with announced(settings, url=url_of(listener), model=llm.model_name), measuring(llm):
         server.run()
-    return time.monotonic() - began if server.engine_failed else None
+    seconds = time.monotonic() - began if server.engine_failed else None
+    return seconds, app.state.served.drain.next_model
 
 
 def _auto_state(llm: LLM) -> str:

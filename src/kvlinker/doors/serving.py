@@ -32,10 +32,12 @@ def builder_client(
     return BuilderClient(urls, next(iter(settings.admin_keys), None))
 
 
-def create_server(llm: LLM, settings: Settings, provider: TracerProvider | None) -> FastAPI:
+def create_server(
+    llm: LLM, settings: Settings, provider: TracerProvider | None, failure: str | None = None
+) -> FastAPI:
     """Make the app that serves ``llm``, with the rest of vLLM's routes where vLLM is its engine.
-    ``provider`` takes the traces."""
-    app = create_app(llm, settings, provider)
+    ``provider`` takes the traces; ``failure`` says why another model is not served."""
+    app = create_app(llm, settings, provider, failure)
     if settings.engine == "vllm":
         from kvlinker.doors.vllm_server.other_routes import add_other_routes
 

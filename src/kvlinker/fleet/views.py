@@ -154,6 +154,8 @@ def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
     known_rates = [rate for rate in rates if rate is not None]
     return ServerStatus(
         model=names(each.model for each in statuses),
+        parameters=min((each.parameters for each in statuses), default=0),
+        memory_bytes=sum(each.memory_bytes for each in statuses),
         max_model_len=min((each.max_model_len for each in statuses), default=0),
         policy=names(each.policy for each in statuses),
         started_at=min((each.started_at for each in statuses), default=started_at),

@@ -30,6 +30,33 @@ KEYS = ("key-alpha", "key-beta", "key-gamma", "key-delta", "key-epsilon")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FIREFOX = ("firefox-esr", "firefox")
 
+ANSWERED = """([pieces, reason]) => {
+  const { fetch } = window;
+  window.fetch = (path, options) => {
+    if (!path.endsWith("chat/completions")) return fetch(path, options);
+    const encoder = new TextEncoder();
+    const usage = {
+      prompt_tokens: 30, completion_tokens: pieces.length,
+      prompt_tokens_details: { cached_tokens: 20, recomputed_tokens: 4 },
+    };
+    const chunks = [
+      ...pieces.map((content, index) => (
+        { choices: [{ delta: { content } }], usage: { completion_tokens: index + 1 } }
+      )),
+      { choices: [{ delta: {}, finish_reason: reason }] },
+      { choices: [], usage },
+    ];
+    const events = [...chunks.map(chunk => JSON.stringify(chunk)), "[DONE]"];
+    const body = new ReadableStream({ async pull(controller) {
+      await new Promise(done => setTimeout(done));
+      if (events.length) controller.enqueue(encoder.encode(`data: ${events.shift()}\\n\\n`));
+      else controller.close();
+    } });
+    return Promise.resolve(new Response(body));
+  };
+}"""
+"""Answers all questions with these pieces, one after the other, as a server would."""
+
 DROP = """files => {
   const transfer = new DataTransfer();
   for (const [name, bytes] of files) transfer.items.add(new File([new Uint8Array(bytes)], name));
@@ -175,6 +202,11 @@ class Watched:
         self.page.locator(".turn .compare").nth(before).wait_for()
         self.page.get_by_text(f"Of “{question}”").wait_for()
 
+    def answer_with(self, text: str, *, size: int = 8, reason: str = "stop") -> None:
+        """Have all questions answered with a text, in pieces of so many characters."""
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        self.page.evaluate(ANSWERED, [pieces, reason])
+
     @property
     def answers(self) -> list[str]:
         return self.page.locator(".turn > .answered").all_inner_texts()
@@ -234,6 +266,6 @@ def fresh_page(served: Served, opened: Callable[..., Watched], **options: object
         for cache_id in ids:
             served.http.delete(f"/v1/context_caches/{cache_id}")
     watched = opened(served.url, **options)
-    watched.page.get_by_text("Nothing is cached yet.").wait_for()
+    watched.page.locator("#library-empty:not([hidden])").wait_for(state="attached")
     watched.page.locator("#policy option").nth(1).wait_for(state="attached")
     return watched

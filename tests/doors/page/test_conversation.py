@@ -327,7 +327,9 @@ ENDLESS = """() => {
   const { fetch } = window;
   window.fetch = (path, options) => {
     if (!path.endsWith("chat/completions")) return fetch(path, options);
-    const chunk = { choices: [{ index: 0, delta: { content: "Once upon" } }] };
+    const chunk = {
+      choices: [{ index: 0, delta: { content: "Once upon" } }], usage: { completion_tokens: 2 },
+    };
     const body = new ReadableStream({ start(controller) {
       controller.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`));
       options.signal.addEventListener("abort", () => controller.error(options.signal.reason));

@@ -32,12 +32,17 @@ def talked(shown: Watched) -> Watched:
 
 
 def history(watched: Watched) -> list[str]:
-    return watched.page.locator("#history button").all_inner_texts()
+    return watched.page.locator("#history .title").all_inner_texts()
 
 
 def menu(watched: Watched, item: str) -> None:
-    watched.page.get_by_text("More", exact=True).click()
+    watched.page.get_by_text("Export", exact=True).click()
     watched.page.locator("#conversation-menu").get_by_role("button", name=item).click()
+
+
+def in_list(watched: Watched, action: str, title: str) -> None:
+    """Press a button in the list of conversations."""
+    watched.page.locator("#history").get_by_role("button", name=f"{action} {title}").click()
 
 
 def another_tab(watched: Watched) -> Watched:
@@ -70,7 +75,7 @@ def test_back_leads_to_the_conversation_before(talked: Watched) -> None:
     talked.page.go_back()
     talked.page.locator(".turn").nth(1).wait_for()
     assert talked.answers == ["Oslo", "Lima"]
-    talked.page.locator("#history button", has_text="Mira").click()
+    talked.page.locator("#history .title", has_text="Mira").click()
     talked.page.locator(".answered", has_text="Varna").wait_for()
     assert talked.answers == ["Varna"]
 
@@ -128,10 +133,10 @@ def test_settings_come_back_with_the_conversation(shown: Watched) -> None:
 
 
 def test_a_conversation_is_renamed(talked: Watched) -> None:
-    menu(talked, "Rename")
+    in_list(talked, "Rename", TOM)
     talked.page.locator("#question-input").fill("People")
     talked.page.keyboard.press("Enter")
-    talked.page.locator("#history button", has_text="People").wait_for()
+    talked.page.locator("#history .title", has_text="People").wait_for()
     talked.page.reload()
     talked.wait_until_begun()
     assert history(talked) == ["People"]
@@ -139,16 +144,47 @@ def test_a_conversation_is_renamed(talked: Watched) -> None:
 
 
 def test_a_conversation_is_deleted_once_that_is_confirmed(talked: Watched) -> None:
-    menu(talked, "Delete")
+    in_list(talked, "Delete", TOM)
     talked.page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert history(talked) == [TOM]
-    menu(talked, "Delete")
+    in_list(talked, "Delete", TOM)
     talked.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     talked.page.locator(".turn").first.wait_for(state="detached")
     talked.page.reload()
     talked.wait_until_begun()
     assert history(talked) == []
     assert talked.answers == []
+
+
+def test_conversations_are_searched_by_all_that_they_say(talked: Watched) -> None:
+    page = talked.page
+    for question in ("Where does Mira Holt live?", "One?", "Two?", "Three?"):
+        page.get_by_role("button", name="New").click()
+        page.locator(".turn").first.wait_for(state="detached")
+        talked.ask(question)
+    page.get_by_label("Search conversations").fill("LIMA")
+    page.locator("#history .title").nth(1).wait_for(state="detached")
+    assert history(talked) == [TOM], "by an answer"
+    page.get_by_label("Search conversations").fill("nothing of this")
+    page.get_by_text("No conversation has these words.").wait_for()
+
+
+def test_another_conversation_is_deleted_from_the_list(talked: Watched) -> None:
+    page = talked.page
+    page.get_by_role("button", name="New").click()
+    page.locator(".turn").first.wait_for(state="detached")
+    talked.ask("One?")
+    in_list(talked, "Delete", TOM)
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    page.locator("#history .title").nth(1).wait_for(state="detached")
+    assert history(talked) == ["One?"]
+    assert len(talked.answers) == 1, "the one that is shown stays"
+
+
+def test_the_last_conversation_is_open_again(talked: Watched) -> None:
+    talked.load(f"{talked.url}/")
+    assert talked.answers == ["Oslo", "Lima"]
+    assert "#c=" in talked.page.url
 
 
 def exported(watched: Watched, item: str) -> tuple[str, str]:
@@ -159,7 +195,7 @@ def exported(watched: Watched, item: str) -> tuple[str, str]:
 
 
 def test_it_is_exported_as_markdown(talked: Watched) -> None:
-    name, text = exported(talked, "Export as Markdown")
+    name, text = exported(talked, "As Markdown")
     assert name == "Where does Tom Reyes live.md"
     assert text.startswith(f"# {TOM}\n\n## {TOM}\n\n*About ")
     assert "people.md #1" in text
@@ -167,7 +203,7 @@ def test_it_is_exported_as_markdown(talked: Watched) -> None:
 
 
 def test_the_request_is_exported(talked: Watched, reading: Served) -> None:
-    name, text = exported(talked, "Export the request as JSON")
+    name, text = exported(talked, "The request as JSON")
     assert name == "Where does Tom Reyes live.json"
     answer = reading.http.post(
         "/v1/chat/completions", content=text, headers={"Content-Type": "application/json"}
@@ -311,14 +347,21 @@ def test_documents_of_another_key_are_named(
     assert "“people.md” cannot be used any more" in page.inner_text("#failure")
 
 
-def test_a_browser_that_keeps_nothing_says_so(
-    reading: Served, opened: Callable[..., Watched]
-) -> None:
-    watched = fresh_page(reading, opened)
-    watched.page.add_init_script(
+WITHOUT = {
+    "refused": (
         "IDBFactory.prototype.open = () => {"
         " const request = {}; setTimeout(() => request.onerror()); return request }"
-    )
+    ),
+    "missing": "Object.defineProperty(window, 'indexedDB', { value: undefined })",
+}
+
+
+@pytest.mark.parametrize("how", WITHOUT)
+def test_a_browser_that_keeps_nothing_says_so(
+    reading: Served, opened: Callable[..., Watched], how: str
+) -> None:
+    watched = fresh_page(reading, opened)
+    watched.page.add_init_script(WITHOUT[how])
     watched.page.reload()
     watched.wait_until_begun()
     watched.ask("Hello?")

@@ -76,19 +76,56 @@ def test_dropped_files_become_context_caches(shown: Watched, reading: Served) ->
     assert documents[1].startswith("people.md 2 chunks, ")
 
 
-def test_progress_is_told_by_chunks(shown: Watched) -> None:
+def test_progress_is_told_by_tokens(shown: Watched) -> None:
     """A document of some thousand tokens is cached in several requests."""
     seen: list[str] = []
     shown.page.expose_function("note", lambda words: seen.append(words))
     shown.page.evaluate(
         """() => new MutationObserver(
-          () => note(document.querySelector("#uploads small")?.textContent || "")
-        ).observe(document.getElementById("uploads"),
+          () => note(Array.from(document.querySelectorAll("#upload-all small, #uploads small"),
+            line => line.textContent).join("; "))
+        ).observe(document.getElementById("documents"),
           { childList: true, subtree: true, characterData: true })"""
     )
     shown.drop(long__txt=PEOPLE * 120)
-    told = [words for words in seen if re.fullmatch(r"\d+ of \d+ chunks, \d+ s left", words)]
+    every = r"0 of 1 file · [\d,]+ of [\d,]+ tokens · [\d,]+ tokens/s · \d+ s left"
+    pattern = rf"{every}; [\d,]+ of [\d,]+ tokens"
+    told = [words for words in seen if re.fullmatch(pattern, words)]
     assert len(dict.fromkeys(told)) >= 2
+    assert not shown.page.locator("#upload-all").is_visible()
+
+
+def test_small_files_come_first(shown: Watched) -> None:
+    order: list[str] = []
+
+    def note(request: Any) -> None:
+        if request.method == "POST" and request.url.endswith("/v1/context_caches"):
+            order.append(request.post_data_json["metadata"][0]["source"])
+
+    shown.page.on("request", note)
+    shown.drop_all({"long.md": PEOPLE * 20, "short.md": NURSE, "middle.md": PEOPLE * 4})
+    assert order == ["short.md", "middle.md", "long.md"]
+
+
+def test_what_is_cached_can_be_asked_about_while_the_rest_is_not(shown: Watched) -> None:
+    begun: list[Any] = []
+
+    def first_only(route: Any) -> None:
+        begun.append(route)
+        if len(begun) == 1:
+            route.continue_()
+
+    shown.page.route("**/v1/context_caches", first_only)
+    shown.start_drop({"long.txt": PEOPLE * 120})
+    row = shown.page.locator("#library li", has_text="long.txt")
+    row.wait_for()
+    assert shown.page.locator(".warning:visible").count() == 0, "it is on its way"
+    shown.ask("Where does Tom Reyes live?")
+    assert shown.answers == ["Oslo"]
+    assert shown.page.locator("#upload-all").is_visible()
+    with shown.uploading():
+        begun[-1].continue_()
+        shown.page.unroute("**/v1/context_caches")
 
 
 def test_a_file_that_is_dropped_again_takes_its_own_place(shown: Watched, reading: Served) -> None:
@@ -204,7 +241,7 @@ def interrupted(shown: Watched, reading: Served) -> None:
 
     shown.page.route("**/v1/context_caches", first_only)
     shown.start_drop({"long.txt": PEOPLE * 120})
-    shown.page.get_by_text(re.compile(r"\d+ of \d+ chunks, \d+ \w+ left")).wait_for()
+    shown.page.locator("#library li", has_text="long.txt").wait_for()
     with shown.uploading():
         shown.page.get_by_role("button", name="Cancel long.txt").click()
     shown.page.unroute("**/v1/context_caches")
@@ -310,7 +347,7 @@ def test_search_finds_chunks_and_puts_them_into_the_next_question(shown: Watched
     shown.page.get_by_role("button", name="Leave out nurse.txt #1").wait_for()
     shown.ask("Where does Ana Petrov live?")
     assert shown.answers == ["Lima"]
-    assert "about nurse.txt #1" in shown.page.inner_text("#turns")
+    assert "nurse.txt #1" in shown.page.inner_text("#turns")
     assert shown.page.locator("#chosen li").count() == 0
     shown.page.fill("#query", "zebra")
     shown.page.press("#query", "Enter")
@@ -341,30 +378,30 @@ def test_documents_can_be_read_chosen_and_deleted(shown: Watched, reading: Serve
 
 
 def test_many_documents_are_filtered_and_deleted_together(shown: Watched, reading: Served) -> None:
-    """They are 500 here."""
-    for begin in range(0, 500, 100):
+    """They are 2,000 here."""
+    for begin in range(0, 2000, 100):
         names = [
-            f"{'notes' if at % 5 else 'letters'}/{at:03}.md" for at in range(begin, begin + 100)
+            f"{'notes' if at % 50 else 'letters'}/{at:04}.md" for at in range(begin, begin + 100)
         ]
         metadata = [{"source": name, "origin": "page"} for name in names]
         reading.cache(*(["Mira bakes.\n"] * 100), metadata=metadata)
     shown.page.reload()
     shown.wait_until_begun()
     page = shown.page
-    page.get_by_text("500 documents").wait_for()
+    page.get_by_text("2,000 documents").wait_for()
     page.fill("#filter", "Letters")
-    page.get_by_text("100 of 500 documents").wait_for()
+    page.get_by_text("40 of 2,000 documents").wait_for()
     page.get_by_label("Select all that are shown").check()
-    page.get_by_text("100 selected").wait_for()
-    page.get_by_label("Select letters/005.md").uncheck()
-    page.get_by_text("99 selected").wait_for()
+    page.get_by_text("40 selected").wait_for()
+    page.get_by_label("Select letters/0050.md").uncheck()
+    page.get_by_text("39 selected").wait_for()
     page.locator("#delete-selected").click()
     dialog = page.get_by_role("dialog")
-    assert "Delete 99 documents, 99 chunks?" in dialog.inner_text()
+    assert "Delete 39 documents, 39 chunks?" in dialog.inner_text()
     dialog.get_by_role("button", name="Delete").click()
-    page.get_by_text("1 of 401 documents").wait_for()
+    page.get_by_text("1 of 1,961 documents").wait_for()
     page.fill("#filter", "")
-    page.get_by_text("401 documents").wait_for()
+    page.get_by_text("1,961 documents").wait_for()
     took = page.evaluate(FILTER_MILLISECONDS)
     assert took < 1000, "each letter of a filter is answered at once"
 

@@ -27,6 +27,11 @@ def test_load_tiers_and_audit_are_shown_live(shown: Watched, reading: Served) ->
     shown.ask("Where does Tom Reyes live?")
     page.get_by_role("tab", name="Server").click()
     assert not page.locator("#question").is_visible()
+    request = page.locator("#requests tbody tr:not(.running)").first.locator("td")
+    request.first.wait_for()
+    who, _, policy, prompt, *parts = request.all_inner_texts()
+    assert (who, policy) == ("default", "legolink-3")
+    assert sum(map(int, parts[:3])) == int(prompt), "cached, recomputed and fresh"
     assert reading.llm.policy_manager.auditor is not None
     assert reading.llm.policy_manager.auditor.wait(30)
     row = page.locator("#audit tr", has_text="legolink-3")
@@ -154,8 +159,11 @@ def test_a_phone_needs_no_sideways_scrolling(
 ) -> None:
     watched = fresh_page(reading, opened, viewport=PHONE, has_touch=True, is_mobile=True)
     page = watched.page
+    page.get_by_role("button", name="Conversations and documents").click()
     watched.drop_all({"a-long-name-without-a-space" * 5 + ".txt": NURSE + "W" * 300 + "\n"})
     page.locator("#library summary").click()
+    fits(page)
+    page.get_by_role("button", name="Close", exact=True).click()
     choose_policy(watched, "cacheblend")
     watched.ask("Where does Ana Petrov live?" + "?" * 200)
     page.get_by_role("button", name="Compare with the full computation").click()
@@ -176,13 +184,55 @@ def fits(page: Page) -> None:
         assert box is None or box["height"] >= 32, "a finger hits it"
 
 
-def test_on_a_phone_the_question_comes_first(
-    reading: Served, opened: Callable[..., Watched]
+@pytest.mark.parametrize("width", [360, 390, 430])
+def test_on_a_phone_the_question_stays_at_the_bottom(
+    reading: Served, opened: Callable[..., Watched], width: int
 ) -> None:
-    watched = fresh_page(reading, opened, viewport=PHONE, has_touch=True, is_mobile=True)
-    box = watched.page.locator("#question").bounding_box()
+    screen = PHONE | {"width": width}
+    watched = fresh_page(reading, opened, viewport=screen, has_touch=True, is_mobile=True)
+    page = watched.page
+    at_bottom(page)
+    watched.drop(nurse__txt=NURSE)
+    watched.ask("Where does Ana Petrov live?")
+    for element in ("#conversation-title", "#tokens", "#comparison"):
+        page.locator(element).evaluate("element => element.scrollIntoView()")
+        at_bottom(page)
+    for button in page.get_by_role("button").all():
+        lines = button.evaluate("element => element.getClientRects().length")
+        assert lines <= 1, "no button breaks"
+    assert broken_words(page) == []
+
+
+def at_bottom(page: Page) -> None:
+    """Assert that the field for the question is seen, at the screen's end."""
+    box = page.locator("#ask").bounding_box()
     assert box is not None
-    assert box["y"] + box["height"] < PHONE["height"] / 2
+    assert box["y"] + box["height"] == pytest.approx(PHONE["height"], abs=1)
+
+
+def broken_words(page: Page) -> list[str]:
+    """The short words that stand on two lines, but for those of the prompt's tokens."""
+    found: list[str] = page.evaluate(BROKEN)
+    return found
+
+
+BROKEN = """() => {
+  const broken = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    const around = node.parentElement;
+    if (around.closest("#tokens, pre, script") || !around.checkVisibility()) continue;
+    for (const { 0: word, index } of node.data.matchAll(/[\\w]{2,20}/g)) {
+      const range = document.createRange();
+      range.setStart(node, index);
+      range.setEnd(node, index + word.length);
+      const tops = new Set(Array.from(range.getClientRects(), ({ top }) => Math.round(top)));
+      if (tops.size > 1) broken.push(word);
+    }
+  }
+  return broken;
+}"""
 
 
 CONTRAST = """() => {

@@ -113,6 +113,54 @@ def houses() -> dict[str, str]:
     return texts
 
 
+def test_picture_of_the_first_screen(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    watched = fresh_page(reading, opened, viewport=SCREEN | {"height": 720})
+    keep("-first", watched.page.screenshot())
+
+
+REPORT = (
+    "# The harbour\n\nTom Reyes lives in Oslo. He works as a pilot.\n\nThe quay was rebuilt in"
+    " 1998, after the flood. Since then, 340 ships have come in a year, most of them in"
+    " summer.\n\nIda Okoye lives in Turku. She works as a teacher.\n\nThe harbour's office opens at"
+    " eight, and closes when the last pilot is back.\n"
+)
+"""A document of several chunks."""
+
+ANSWER = """The quay was rebuilt in **1998**, after the flood [1]; some 340 ships come a year [1].
+
+| | before | since |
+|---|---:|---:|
+| ships in a year | unknown | 340 |
+| quays | 2 | 3 |
+
+Were they spread evenly, a day would have $\\frac{340}{365} \\approx 0.93$ of a ship.
+"""
+"""As a larger model writes it than the one in the box, which names no sources."""
+
+
+def test_picture_of_sources(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    watched = fresh_page(reading, opened, viewport=SCREEN | {"width": 1440, "height": 820})
+    page = watched.page
+    page.get_by_text("How they are split").click()
+    page.select_option("#split-method", "paragraph")
+    page.fill("#split-tokens", "48")
+    page.get_by_text("How they are split").click()
+    watched.drop_all({"harbour.md": REPORT, **{f"people/{name}.md": text for name, text in HOMES}})
+    with watched.settings():
+        page.fill("#limit", "1")
+    watched.answer_with(ANSWER)
+    watched.ask("When was the quay rebuilt, and how many ships come in a year?")
+    page.locator("math").wait_for()
+    page.locator(".answered .mark").first.click()
+    page.locator("#passage-text", has_text="Ida Okoye").wait_for()
+    page.evaluate("scrollTo(0, 0)")
+    keep("-sources", page.screenshot())
+
+
 def test_picture_of_the_page(
     reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
 ) -> None:
@@ -125,7 +173,7 @@ def test_picture_of_a_phone_in_the_dark(
 ) -> None:
     watched = fresh_page(reading, opened, viewport=PHONE, color_scheme="dark", is_mobile=True)
     asked(watched, "Where does Eva Silva live?")
-    watched.page.locator("#prompt").evaluate("element => element.scrollIntoView()")
+    watched.page.evaluate("scrollTo(0, 0)")
     keep("-phone", watched.page.screenshot())
 
 

@@ -78,13 +78,16 @@ _STREAMED: tuple[type[BaseModel], ...] = (
 
 
 def create_app(
-    llm: LLM, settings: Settings, tracer_provider: TracerProvider | None = None
+    llm: LLM,
+    settings: Settings,
+    tracer_provider: TracerProvider | None = None,
+    failure: str | None = None,
 ) -> FastAPI:
     """Make an app that serves ``llm`` and closes it when it shuts down.
 
     ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is
-    any. The framework's documentation pages are off, for they load scripts from elsewhere: /docs is
-    kvlinker's own.
+    any. ``failure`` says why another model is not served in the place of this one. The framework's
+    documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
     """
     metrics = Metrics(llm)
     llm.events.subscribe(metrics.count)
@@ -121,6 +124,7 @@ def create_app(
         EmbeddingTurns(settings.max_waiting),
         limits,
         Tracing.if_installed(tracer_provider),
+        failure=failure,
     )
     add_guards(app, settings, drain, body_limits=limits)
     resources = (

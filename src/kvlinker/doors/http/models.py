@@ -7,24 +7,32 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import anyio.to_thread
 from fastapi import APIRouter, Depends, Header, Request
 from starlette.types import Scope
 
-from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
+from kvlinker.base.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+)
+from kvlinker.doors.http.edge.access import Caller, CallerParam
+from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
 from kvlinker.doors.http.embedding_turns import EmbeddingTurns
-from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, ignored_paths
+from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, Text, ignored_paths
 from kvlinker.doors.http.metrics import Metrics
 from kvlinker.doors.http.recent import RecentRequests
 from kvlinker.doors.http.tracing import Tracing
+from kvlinker.engines.contract.machine_models import Model, models_here
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 
-router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=BodyRoute)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +82,8 @@ class ServedModel:
     named: set[str] = field(default_factory=set)
     """What of requests was left out, as the log has named it."""
     recent: RecentRequests = field(default_factory=RecentRequests)
+    failure: str | None = None
+    """Why another model is not served, which was to take the place of this one."""
 
     @property
     def embedding_name(self) -> str | None:
@@ -166,6 +176,39 @@ class AnthropicModels(ResponseBody):
     last_id: str
 
 
+class KnownModel(ResponseBody):
+    """A model on the server's machine: what its files take and hold, and its window, null where
+    that is not known."""
+
+    name: str
+    nbytes: int
+    weights: str
+    window: int | None
+    is_loaded: bool
+
+
+class KnownModels(ResponseBody):
+    """The models that the server can load. ``failure`` says why it went back from another one to
+    this one."""
+
+    data: list[KnownModel]
+    failure: str | None
+
+
+class LoadModelRequest(RequestBody):
+    """Names one of the known models."""
+
+    refuses_unknown: ClassVar[bool] = True
+
+    model: Text
+
+
+class ModelSwitch(ResponseBody):
+    """The model that is being loaded."""
+
+    model: str
+
+
 AnthropicVersion = Annotated[
     str | None,
     Header(
@@ -186,6 +229,51 @@ async def list_models(
         return ModelList(data=models)
     described = list(map(_as_anthropic, models))
     return AnthropicModels(data=described, first_id=described[0].id, last_id=described[-1].id)
+
+
+@router.get("/known", responses=error_responses(403))
+def known_models(served: ServedModelParam, caller: CallerParam) -> KnownModels:
+    """List the models on this machine that the server can load in the place of its own; for
+    admins."""
+    _require_admin(caller)
+    own = {served.settings.model, str(Path(served.settings.model).absolute())}
+    known = [KnownModel(**each._asdict(), is_loaded=each.name in own) for each in _loadable(served)]
+    return KnownModels(data=known, failure=served.failure)
+
+
+@router.post("/load", status_code=202, responses=error_responses(400, 403, 404))
+def load_model(
+    body: LoadModelRequest, served: ServedModelParam, caller: CallerParam
+) -> ModelSwitch:
+    """Load a known model in the place of the one that is served; for admins.
+
+    Requests under way are finished as when the server stops. Others are answered 503 with the
+    progress until the model is loaded. Context caches stay; those of another model cannot be used
+    until it is loaded again. A model that cannot be served makes the server go back.
+    """
+    _require_admin(caller)
+    if body.model not in {each.name for each in _loadable(served)}:
+        raise ModelNotFoundError(
+            f"The model {body.model!r} is not on this machine. GET /v1/models/known lists those"
+            " that are; `kvlinker pull` downloads one.",
+            param="model",
+        )
+    served.drain.begin(body.model)
+    return ModelSwitch(model=body.model)
+
+
+def _require_admin(caller: Caller) -> None:
+    if not caller.admin:
+        raise PermissionDeniedError("Only admins list and load the models of this machine.")
+
+
+def _loadable(served: ServedModel) -> list[Model]:
+    """Return the models that can take the place of the served one; none under vLLM."""
+    if served.settings.engine == "vllm":
+        return []
+    place = Path(served.settings.model)
+    beside = [place.absolute().parent] if place.exists() else []
+    return list({each.name: each for each in models_here(beside)}.values())
 
 
 @router.get("/{name:path}", responses=error_responses(404))

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import HTMLResponse
 
 router = APIRouter(tags=["status"])
 
-_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+}
+"""The types of files by their endings; others, which are licences, are plain text."""
 
 _FOLDER = files("kvlinker.doors.http").joinpath("static")
 
@@ -43,10 +50,12 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
     )
 )
-"""Lets a page load and call this server alone, run no script that stands in its text, and stand in
-no other page."""
+"""Lets a page load and call this server alone, run no script that stands in its text, turn no text
+into markup or a script, and stand in no other page."""
 
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -78,5 +87,5 @@ async def page_file(path: str) -> Response:
 
 
 def _file(name: str) -> Response:
-    media_type = _MEDIA_TYPES[name[name.rindex(".") :]]
+    media_type = _MEDIA_TYPES.get(PurePosixPath(name).suffix, "text/plain")
     return Response(_TEXTS[name], media_type=f"{media_type}; charset=utf-8", headers=_HEADERS)

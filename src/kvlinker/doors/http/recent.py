@@ -1,13 +1,16 @@
-"""The last requests and how their prompts were computed, and what other settings would have spared;
-for /status and the log."""
+"""The requests of now and the last ones, how their prompts were computed, and what other settings
+would have spared; for /status and the log."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
+from weakref import WeakSet
 
-from kvlinker.doors.http.fields.server_status import RecentRequest
+from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.fields.server_status import RecentRequest, RunningRequest
 
 MOST_KEPT = 256
 """The most requests that are remembered, of all tenants together."""
@@ -23,16 +26,40 @@ logger = logging.getLogger(__name__)
 
 
 class RecentRequests:
-    """Remembers the last requests, each tenant's for itself and for admins. Methods may be called
-    from any thread."""
+    """Knows the requests that are being answered, and the last ones, each tenant's for itself and
+    for admins. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._running: WeakSet[Choices] = WeakSet()
         self._requests: deque[tuple[str, RecentRequest]] = deque(maxlen=MOST_KEPT)
         self._prompt_tokens = 0
         self._is_said = False
         self.reusable = 0
         """The tokens since the start that would have been cached with ``implicit = "auto"``."""
+
+    def begin(self, choices: Choices) -> None:
+        """Count a request as running until its choices have ended."""
+        with self._lock:
+            self._running.add(choices)
+
+    def running(self, tenant: str | None) -> list[RunningRequest]:
+        """Return a tenant's requests that are being answered, the last one first; None for those of
+        all."""
+        now = time.monotonic()
+        with self._lock:
+            begun = [choices for choices in self._running if not choices.ended]
+        shown = [each for each in begun if tenant in (None, each.tenant)]
+        return [
+            RunningRequest(
+                tenant=each.tenant,
+                policy=next(iter(each.prompts.values())).policy.name,
+                seconds=round(now - each.began, 1),
+                prompt_tokens=sum(len(read.prompt) for read in each.prompts.values()),
+                output_tokens=each.output_tokens,
+            )
+            for each in sorted(shown, key=lambda each: each.began, reverse=True)[:MOST_SHOWN]
+        ]
 
     def add(self, tenant: str, request: RecentRequest) -> None:
         """Remember a request that has ended; say once in the log if other settings would spare

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from psutil import Process
 
 from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
@@ -95,8 +96,11 @@ def status(served: ServedModelParam, caller: CallerParam) -> ServerStatus:
     llm = served.llm
     load, bandwidths, places = llm.current_load(), llm.bandwidths(), llm.store.places()
     size = ChunkSize.of(llm.engine.kv_bytes)
+    whose = None if caller.admin else caller.tenant
     return ServerStatus(
         model=llm.model_name,
+        parameters=llm.engine.parameters,
+        memory_bytes=Process().memory_info().rss,
         max_model_len=llm.max_model_len,
         policy=llm.default_policy().name,
         started_at=int(llm.created_at),
@@ -123,5 +127,6 @@ def status(served: ServedModelParam, caller: CallerParam) -> ServerStatus:
             )
             for tier in llm.tiers()
         ],
-        recent=served.recent.of(None if caller.admin else caller.tenant),
+        running=served.recent.running(whose),
+        recent=served.recent.of(whose),
     )

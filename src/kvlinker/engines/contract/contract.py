@@ -170,6 +170,9 @@ class Engine(Protocol):
     max_model_len: int
     """The most tokens that a prompt and its answer may have together."""
 
+    parameters: int
+    """The number of the model's weights; 0 where it is not known."""
+
     kv_bytes_per_token: int
     """The bytes of one token's KV over all layers, as it is computed."""
 

@@ -141,6 +141,7 @@ class EmbeddedEngine:
                 " a state are not kept: leave keep_answers off for this model."
             )
         self.fingerprint = loaded.fingerprint
+        self.parameters = loaded.parameters
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self.computes_steps = loaded.computes_steps
         self._loaded = loaded

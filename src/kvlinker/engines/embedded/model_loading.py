@@ -150,6 +150,7 @@ def prepare_model(
     report("arranging", CHECKED)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
+    parameters = sum(weight.numel() for weight in model.parameters())
     cost = CostModel(count_weights(model), anatomy.layers)
     name = fingerprint(model) if name is None else name
     if weights not in ("auto", "bf16"):
@@ -175,6 +176,7 @@ def prepare_model(
         anatomy=anatomy,
         cost=cost,
         fingerprint=name,
+        parameters=parameters,
         dtype=parameter.dtype,
         device=parameter.device,
         context_window=context_window(model),

@@ -131,6 +131,7 @@ async def respond(
 
     choices = await served.encoding.run(request, begin)
     served.drain.add(choices)
+    served.recent.begin(choices)
     if stream:
         return EventStream(choices, answer.events(choices, request.scope))
     async with choices.cancelled_on_disconnect(request.receive):
@@ -268,8 +269,12 @@ def note_answer(scope: Scope, choices: Choices, finished: Sequence[Finished]) ->
     uncomputed = max(0, sum(len(read.prompt) for read in reads) - usage.prompt_tokens)
     begun = [end for end in finished if end.usage.output_tokens or end.reason != "cancelled"]
     ttft = min((end.timing.ttft for end in begun), default=None)
+    tenant: str = scope["state"]["caller"].tenant
+    decoded = sum(end.timing.decode for end in begun)
+    behind_first = usage.completion_tokens - len(begun)
     answered = RecentRequest(
         at=int(time.time()),
+        tenant=tenant,
         model=served_by(scope).llm.model_name,
         policy=reads[0].policy.name,
         cached=sum(each.cached_tokens for each in prompts),
@@ -279,6 +284,7 @@ def note_answer(scope: Scope, choices: Choices, finished: Sequence[Finished]) ->
         uncomputed=uncomputed,
         output_tokens=usage.completion_tokens,
         ttft_ms=None if ttft is None else round(ttft * 1000, 1),
+        tokens_per_second=round(behind_first / decoded, 1) if behind_first > 0 < decoded else None,
     )
     note_tokens(scope, usage.prompt_tokens + uncomputed, usage.completion_tokens)
     note_link(
@@ -291,7 +297,7 @@ def note_answer(scope: Scope, choices: Choices, finished: Sequence[Finished]) ->
         ttft=ttft,
         policy=answered.policy,
     )
-    served_by(scope).recent.add(scope["state"]["caller"].tenant, answered)
+    served_by(scope).recent.add(tenant, answered)
     return usage
 
 

@@ -4,6 +4,7 @@ the event loop."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
@@ -50,6 +51,10 @@ class Choices:
         """
         self.n = n
         self.prompts = asked.prompts
+        self.tenant = asked.tenant
+        self.began = time.monotonic()
+        self.output_tokens = 0
+        """Of all choices so far."""
         self._count = len(asked.prompts) * n
         self._inbox = inbox_of(loop)
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
@@ -66,6 +71,11 @@ class Choices:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def ended(self) -> bool:
+        """True once all choices have ended."""
+        return self._all_ended.is_set()
 
     def cancel(self) -> None:
         """Free the slots of choices that are not finished. Idempotent."""
@@ -137,6 +147,7 @@ class Choices:
         def take(index: int, event: GenerationEvent) -> None:
             self._events.put_nowait((first + index, event))
             if isinstance(event, Delta):
+                self.output_tokens += len(event.token_ids)
                 return
             self._ends[first + index] = event
             if len(self._ends) == self._count:

@@ -62,7 +62,8 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
 
 
 class EngineServer(uvicorn.Server):
-    """A server that drains at a signal to stop, and ends by itself when its engine has failed.
+    """A server that drains at a signal to stop, or for another model to be loaded, and ends by
+    itself when its engine has failed.
 
     SIGTERM and SIGINT are the same: the first begins to drain, the second ends the process at once.
 
@@ -133,7 +134,8 @@ class EngineServer(uvicorn.Server):
         logger.log(level, "Stopping: %d requests were finished, %d were cut off.", *drained)
         await self.lifespan.shutdown()
         await stop_accepting(self)
-        self._listener.close()
+        if self._drain.next_model is None:
+            self._listener.close()
         soon = clock() + LAST_SECONDS
         while (self._sending() and clock() < max(deadline, soon)) or (
             unanswered(self) and clock() < soon

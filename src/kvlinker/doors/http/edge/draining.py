@@ -59,6 +59,8 @@ class Drain:
         """True from the signal on."""
         self.ended = False
         """True when all requests have been finished or cut off."""
+        self.next_model: str | None = None
+        """The model that is to be loaded in the place of this one; None where the server stops."""
         self._running: set[asyncio.Future[None]] = set()
         self._answers: WeakSet[OpenAnswer] = WeakSet()
         self._idle = asyncio.Event()
@@ -70,8 +72,10 @@ class Drain:
         """The number of requests under way."""
         return len(self._running)
 
-    def begin(self) -> None:
-        """Refuse requests from now on. May be called by a signal's handler."""
+    def begin(self, next_model: str | None = None) -> None:
+        """Refuse requests from now on; ``next_model`` comes in the place of this one. May be called
+        by a signal's handler."""
+        self.next_model = next_model
         self.began = True
 
     def add(self, answer: OpenAnswer) -> None:

@@ -30,12 +30,25 @@ class PromptTokenCounts(ResponseBody):
     fresh: int
 
 
+class RunningRequest(ResponseBody):
+    """A request that is being answered, for so many ``seconds``; its prompt's tokens, and those of
+    all its choices so far."""
+
+    tenant: str
+    policy: str
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+
+
 class RecentRequest(ResponseBody):
     """A request that has ended (``at``, in Unix seconds): its tokens by how they were computed;
     those of ``fresh`` that ``implicit = "auto"`` would have found cached; and those that were left
-    to compute when the client left. ``ttft_ms`` is null if there was no token."""
+    to compute when the client left. ``ttft_ms`` is null if there was no token, and
+    ``tokens_per_second``, behind the first one, if there was but one."""
 
     at: int
+    tenant: str = ""
     model: str
     policy: str
     cached: int
@@ -45,6 +58,7 @@ class RecentRequest(ResponseBody):
     uncomputed: int
     output_tokens: int
     ttft_ms: float | None
+    tokens_per_second: float | None = None
 
 
 class TierStatus(ResponseBody):
@@ -60,8 +74,10 @@ class TierStatus(ResponseBody):
 
 
 class ServerStatus(ResponseBody):
-    """The server's figures: sums over all tenants, and the ``recent`` requests of the caller's, an
-    admin's of all. ``started_at`` is in Unix seconds.
+    """The server's figures: sums over all tenants, and the ``running`` and the ``recent`` requests
+    of the caller's, an admin's of all. ``started_at`` is in Unix seconds.
+
+    ``parameters`` of the model are 0 where they are not known; ``memory_bytes`` are the process's.
 
     ``reusable_tokens`` of prompts were computed, but would have been cached with ``implicit =
     "auto"``.
@@ -72,6 +88,8 @@ class ServerStatus(ResponseBody):
     """
 
     model: str
+    parameters: int = 0
+    memory_bytes: int = 0
     max_model_len: int
     policy: str
     started_at: int
@@ -86,4 +104,5 @@ class ServerStatus(ResponseBody):
     disk_codec: str
     steps: str = "unknown"
     tiers: list[TierStatus]
+    running: list[RunningRequest] = Field(default=[])
     recent: list[RecentRequest] = Field(default=[])

@@ -2,21 +2,27 @@
 
 import { storedKey, storeKey } from "./base/api.js";
 import { by } from "./base/dom.js";
+import { startNarrow } from "./base/narrow.js";
+import { startTheme } from "./base/theme.js";
 import { startTabs } from "./base/tabs.js";
-import { ask, askAgain, busy, stop } from "./conversation/asking.js";
+import { ask, askAgain, busy, goOn, stop } from "./conversation/asking.js";
 import { showCode, startCode } from "./conversation/code.js";
 import { current, startConversations } from "./conversation/conversations.js";
+import { startExports } from "./conversation/exports.js";
 import { startHistory } from "./conversation/history.js";
 import { startPolicies } from "./conversation/policies.js";
-import { bodyOf } from "./conversation/requests.js";
+import { bodyOf, numbered } from "./conversation/requests.js";
 import { startSettings } from "./conversation/settings.js";
 import { failed, showTurns, startTurns } from "./conversation/turns.js";
+import { startWelcome } from "./conversation/welcome.js";
 import { startSearch } from "./documents/chosen.js";
 import { startDropping } from "./documents/dropping.js";
 import { clearLibrary, showLibrary, startLibrary } from "./documents/library.js";
 import { cacheAll, resume } from "./documents/uploads.js";
+import { startPassage } from "./documents/passage.js";
 import { compare } from "./prompt/comparison.js";
 import { explanations, showPrompt, startPrompt } from "./prompt/prompt.js";
+import { startModels } from "./server/models.js";
 import { refresh, startStatus } from "./server/status.js";
 
 const notice = words => { by("notice").textContent = words };
@@ -44,13 +50,14 @@ function startKey() {
   by("forget-key").addEventListener("click", () => use(""));
 }
 
-const requestOf = turn => bodyOf(current.turns.slice(0, current.turns.indexOf(turn)), turn);
-const prompt = turn => showPrompt(turn, requestOf(turn)).catch(error => failed(error.message));
+const before = turn => current.turns.slice(0, current.turns.indexOf(turn));
+const requestOf = turn => bodyOf(before(turn), turn);
+const prompt = turn => showPrompt(turn, requestOf(turn), numbered([...before(turn), turn])).catch(error => failed(error.message));
 const comparison = async turn => { await prompt(turn); await compare(turn, requestOf(turn)) };
 const last = () => current.turns.at(-1);
 
 function startConversation() {
-  startTurns({ again: askAgain, code: showCode, prompt, compare: comparison });
+  startTurns({ again: askAgain, goOn, code: showCode, prompt, compare: comparison });
   addEventListener("conversation", () => {
     showTurns();
     by("prompt").hidden = !explanations.has(last());
@@ -96,16 +103,22 @@ function startShortcuts(showTab) {
   by("skip").addEventListener("click", event => { event.preventDefault(); showTab(by("tab-ask")); by("question").focus() });
 }
 
+startTheme();
 startKey();
+startNarrow();
 startConversation();
 startShortcuts(startTabs(by("tabs")));
 startHistory();
+startExports();
+startWelcome();
 startSettings();
 startCode();
 startPrompt();
+startPassage();
 startSearch();
 startLibrary(resume);
 startDropping(cacheAll);
+startModels(() => Promise.all([read(), refresh(notice)]));
 startStatus(notice);
 await read();
 await startConversations(busy);

@@ -74,6 +74,9 @@ class LoadedModel:
     device: torch.device
     context_window: int
     eos_token_ids: frozenset[int]
+    parameters: int
+    """The number of weights, those that are used twice counted once."""
+
     keeps_inner: bool = True
     """True if layers with a state also keep the inner tokens of chunks one by one."""
 

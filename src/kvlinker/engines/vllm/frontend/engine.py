@@ -70,6 +70,7 @@ class VLLMEngine:
         settings: Settings,
     ) -> None:
         self.fingerprint = facts.fingerprint
+        self.parameters = 0
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         self.computes_steps = "by vLLM"
         self.max_model_len = client.max_model_len

@@ -2,13 +2,16 @@
 
 const STORES = { conversations: "id", uploads: "source" };
 
+const KEEPS_NOTHING = "This browser keeps nothing for this page, so conversations end with it.";
+
 const opened = new Promise((resolve, reject) => {
+  if (!globalThis.indexedDB) return reject(new Error(KEEPS_NOTHING));
   const request = indexedDB.open("kvlinker", 1);
   request.onupgradeneeded = () => {
     for (const [name, keyPath] of Object.entries(STORES)) request.result.createObjectStore(name, { keyPath });
   };
   request.onsuccess = () => resolve(request.result);
-  request.onerror = () => reject(new Error("This browser keeps nothing for this page, so conversations end with it."));
+  request.onerror = () => reject(new Error(KEEPS_NOTHING));
 });
 opened.catch(() => {}); // told by whoever asks
 

@@ -3,7 +3,7 @@
 import { get, isAbort, stream } from "../base/api.js";
 import { by, make } from "../base/dom.js";
 import { choose, chosen, found, unchoose } from "../documents/chosen.js";
-import { explanations } from "../prompt/prompt.js";
+import { attentionByChunk, explanations } from "../prompt/prompt.js";
 import { current, store } from "./conversations.js";
 import { bodyOf } from "./requests.js";
 import { settings } from "./settings.js";
@@ -31,24 +31,21 @@ export function askAgain(turn, question = turn.question) {
 }
 
 async function answer(before, turn) {
-  if (running) return;
-  running = new AbortController();
+  if (busy()) return;
   const conversation = current;
   const { turns } = conversation;
   turn.answer = { text: "" };
   conversation.turns = [...before, turn];
-  showBusy(true);
   showTurns();
-  try {
+  await run(async () => {
     if (!turn.chunks.length) turn.chunks = await chunksFor(turn, before);
     tellSources(turn);
     by("question").value = "";
     for (const { id } of turn.chunks) unchoose(id);
     await generate(bodyOf(before, turn), turn);
     await finish(conversation);
-  } catch (error) {
+  }, async error => {
     if (isAbort(error) && turn.answer.text) {
-      turn.answer.stopped = true;
       await finish(conversation);
     } else {
       conversation.turns = turns;
@@ -57,6 +54,34 @@ async function answer(before, turn) {
       if (turn.picked) for (const chunk of turn.chunks) choose(chunk);
       await tellFailure(error, turn);
     }
+  });
+}
+
+/** Go on with an answer that was cut or stopped. */
+export async function goOn(turn) {
+  if (busy()) return;
+  const conversation = current;
+  const { messages, ...body } = bodyOf(current.turns.slice(0, current.turns.indexOf(turn)), turn);
+  const continued = {
+    ...body, messages: [...messages, { role: "assistant", content: turn.answer.text }],
+    add_generation_prompt: false, continue_final_message: true,
+  };
+  await run(async () => {
+    await generate(continued, turn);
+    await finish(conversation);
+  }, async error => {
+    await finish(conversation);
+    if (!isAbort(error)) failed(error.message);
+  });
+}
+
+/** Do what asks the server, until it is stopped; `fail` gets what keeps it from being done. */
+async function run(work, fail) {
+  running = new AbortController();
+  showBusy(true);
+  dispatchEvent(new Event("asking"));
+  try {
+    await work().catch(fail);
   } finally {
     running = null;
     showBusy(false);
@@ -85,29 +110,45 @@ async function chunksFor({ question, settings: { limit } }, before) {
   return hits.filter(({ id }) => !known.has(id)).reverse();
 }
 
-/** Stream a turn's answer into it, and its explanation where the engine gives one. */
+/** Stream a turn's answer into it, behind what there is of it, and its explanation where the engine gives one. */
 async function generate(body, turn) {
-  const link = { ...body.link, ...(explains ? { explain: true, attention: true } : {}) };
-  const asked = { ...body, link, stream: true, stream_options: { include_usage: true } };
+  const { answer } = turn;
+  const link = { ...body.link, ...(explains && !answer.text ? { explain: true, attention: true } : {}) };
+  const asked = { ...body, link, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  const { text, tokens = 0, whole = 0 } = answer;
   const begin = performance.now();
+  Object.assign(answer, { whole: undefined, stopped: false, cut: false });
   try {
     for await (const chunk of stream(CHAT, asked, running.signal)) {
-      const { content, reasoning_content: reasoning } = chunk.choices[0]?.delta || {};
-      if (content || reasoning) turn.answer.first ??= performance.now() - begin;
-      if (content) turn.answer.text += content;
-      if (chunk.link?.explanation) explanations.set(turn, chunk.link.explanation);
+      const [choice] = chunk.choices;
+      const { content, reasoning_content: reasoning } = choice?.delta || {};
+      if (content || reasoning) answer.first ??= performance.now() - begin;
+      if (content) answer.text += content;
+      if (choice?.finish_reason === "length") answer.cut = true;
+      if (chunk.link?.explanation && !text) explain(turn, chunk.link.explanation);
       if (chunk.link) turn.policy = chunk.link.policy;
-      if (chunk.usage) turn.answer.usage = chunk.usage;
+      if (chunk.usage) answer.tokens = tokens + chunk.usage.completion_tokens;
+      if (chunk.usage && !choice) answer.usage ??= chunk.usage;
       if (content) tellAnswer(turn);
     }
   } catch (error) {
-    if (error.param !== "link.explain") throw error;
+    if (error.param !== "link.explain") {
+      Object.assign(answer, { whole: whole + performance.now() - begin, stopped: true });
+      tellAnswer(turn);
+      throw error;
+    }
     explains = false; // this engine explains prompts apart from answers
+    answer.whole = whole;
     return generate(body, turn);
   }
-  turn.answer.whole = performance.now() - begin;
-  turn.answer.first ??= turn.answer.whole;
+  answer.whole = whole + performance.now() - begin;
+  answer.first ??= answer.whole;
   tellAnswer(turn);
+}
+
+function explain(turn, explanation) {
+  explanations.set(turn, explanation);
+  if (explanation.attention) turn.answer.read = attentionByChunk(explanation);
 }
 
 /** Say why there is no answer; where documents are gone, say which, and offer to go on without them. */

@@ -20,21 +20,24 @@ export let current = blank();
 
 const changed = () => dispatchEvent(new Event("conversation"));
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(8)), byte => byte.toString(16).padStart(2, "0")).join("");
+const addressOf = id => (id ? `#c=${id}` : location.pathname);
 const idInAddress = () => location.hash.match(/^#c=(\w+)$/)?.[1];
 
-/** Show the conversation that the address names, or a new one; `busy` says whether an answer is under way. */
+/** Show the conversation that the address names, or else the latest one; `busy` says whether an answer is under way. */
 export async function startConversations(busy) {
   addEventListener("popstate", showAddressed);
   tabs.addEventListener("message", async ({ data }) => {
     dispatchEvent(new Event("conversations"));
     if (data === current.id && !busy()) await showAddressed();
   });
+  const latest = idInAddress() ? null : (await listed().catch(() => []))[0];
+  if (latest) history.replaceState(null, "", addressOf(latest.id));
   await showAddressed();
 }
 
 async function showAddressed() {
   const id = idInAddress();
-  const found = id && await read(STORE, id);
+  const found = id && await read(STORE, id).catch(() => null); // told where all are listed
   current = found || blank();
   if (found) useSettings(found.settings);
   changed();
@@ -42,7 +45,7 @@ async function showAddressed() {
 
 /** Show a conversation, a new one for null; the browser's “back” leads to the one before. */
 export async function open(id) {
-  if (id !== (idInAddress() ?? null)) history.pushState(null, "", id ? `#c=${id}` : location.pathname);
+  if (id !== (idInAddress() ?? null)) history.pushState(null, "", addressOf(id));
   await showAddressed();
 }
 
@@ -58,18 +61,30 @@ export async function store(conversation) {
   conversation.changed = Date.now();
   conversation.settings = conversation.turns.at(-1).settings;
   await keep(STORE, conversation);
-  if (begins && conversation === current) history.pushState(null, "", `#c=${conversation.id}`);
+  if (begins && conversation === current) history.pushState(null, "", addressOf(conversation.id));
   tell(conversation.id);
   if (conversation.id === current.id && conversation !== current) return showAddressed();
   changed();
 }
 
-/** Delete the shown conversation, and show a new one. */
-export async function discard() {
-  current.deleted = true;
-  await forget(STORE, current.id);
-  tell(current.id);
-  history.replaceState(null, "", location.pathname);
+/** Call a conversation something else. */
+export async function rename(id, title) {
+  const conversation = id === current.id ? current : await read(STORE, id);
+  if (!conversation) return; // another tab has deleted it
+  conversation.title = title;
+  await keep(STORE, conversation);
+  tell(id);
+  if (conversation === current) changed();
+}
+
+/** Delete a conversation; in the place of the one that is shown, show a new one. */
+export async function discard(id) {
+  const isShown = id === current.id;
+  if (isShown) current.deleted = true;
+  await forget(STORE, id);
+  tell(id);
+  if (!isShown) return;
+  history.replaceState(null, "", addressOf(null));
   await showAddressed();
 }
 

@@ -1,52 +1,43 @@
-/** The list of conversations, and what can be done with the one that is shown: renamed, exported, deleted. */
+/** The list of conversations: searched, opened, renamed, deleted. */
 
 import { confirmed, written } from "../base/dialogs.js";
-import { by, button, make, save } from "../base/dom.js";
-import { current, discard, listed, open, store } from "./conversations.js";
-import { bodyOf } from "./requests.js";
+import { by, button, make } from "../base/dom.js";
+import { current, discard, listed, open, rename } from "./conversations.js";
+
+const FEW = 5; // conversations that need no search
 
 export function startHistory() {
   for (const name of ["conversations", "conversation"]) addEventListener(name, showHistory);
+  by("history-search").addEventListener("input", showHistory);
   by("anew").addEventListener("click", async () => { await open(null); by("question").focus() });
-  const menu = { rename, "export-markdown": exportMarkdown, "export-json": exportRequest, "delete-conversation": drop };
-  for (const [id, action] of Object.entries(menu)) {
-    by(id).addEventListener("click", () => { by("conversation-menu").open = false; action() });
-  }
-  by("conversation-menu").addEventListener("keydown", ({ key }) => { if (key === "Escape") by("conversation-menu").open = false });
 }
+
+const textOf = ({ title, turns }) => [title, ...turns.flatMap(({ question, answer }) => [question, answer.text])].join("\n").toLowerCase();
 
 async function showHistory() {
   const conversations = await listed().catch(error => { by("history-note").textContent = error.message; return [] });
-  by("history").replaceChildren(...conversations.map(({ id, title, changed }) => {
-    const open_ = button(title, () => open(id), { title: new Date(changed).toLocaleString() });
-    if (id === current.id) open_.setAttribute("aria-current", "true");
-    return make("li", {}, open_);
-  }));
+  const words = by("history-search").value.trim().toLowerCase();
+  const found = conversations.filter(each => textOf(each).includes(words));
+  by("history").replaceChildren(...(found.length || !words ? found.map(entry) : [make("li", { className: "faint" }, "No conversation has these words.")]));
+  by("history-search").hidden = conversations.length < FEW && !words;
   by("history-part").hidden = !conversations.length && !by("history-note").textContent;
 }
 
-async function rename() {
-  const title = await written("What the conversation is to be called", "Rename", current.title);
-  if (title === null) return;
-  current.title = title;
-  await store(current);
+function entry({ id, title, changed }) {
+  const opener = button(title, async () => { await open(id); by("question").focus() }, { className: "title", title: `${title}\n${new Date(changed).toLocaleString()}` });
+  if (id === current.id) opener.setAttribute("aria-current", "true");
+  return make(
+    "li", {}, opener,
+    button("✎", () => renamed(id, title), { ariaLabel: `Rename ${title}`, title: "Rename" }),
+    button("×", () => dropped(id, title), { ariaLabel: `Delete ${title}`, title: "Delete" }),
+  );
 }
 
-async function drop() {
-  if (await confirmed(`Delete “${current.title}”? Its documents stay.`, "Delete")) await discard();
+async function renamed(id, title) {
+  const other = await written("What the conversation is to be called", "Rename", title);
+  if (other !== null) await rename(id, other);
 }
 
-const fileName = end => `${current.title.replace(/[^\p{L}\p{N} -]/gu, "").trim() || "conversation"}.${end}`;
-
-function exportMarkdown() {
-  const turns = current.turns.map(({ question, chunks, policy, answer }) => {
-    const about = chunks.length ? `\n\n*About ${chunks.map(({ title }) => title).join(", ")}; linked under ${policy}*` : "";
-    return `## ${question}${about}\n\n${answer.text}\n`;
-  });
-  save(fileName("md"), [`# ${current.title}\n`, ...turns].join("\n"), "text/markdown");
-}
-
-function exportRequest() {
-  const { turns } = current;
-  save(fileName("json"), `${JSON.stringify(bodyOf(turns.slice(0, -1), turns.at(-1)), null, 2)}\n`, "application/json");
+async function dropped(id, title) {
+  if (await confirmed(`Delete “${title}”? Its documents stay.`, "Delete")) await discard(id);
 }

@@ -1,7 +1,11 @@
 /** Shows the turns of the conversation: questions, answers, what each reused, and what can be done with it. */
 
 import { by, button, copy, counted, fillBar, make, milliseconds, number, usedTokens } from "../base/dom.js";
+import { Markdown } from "../base/markdown.js";
 import { current } from "./conversations.js";
+import { markOf, sourceList } from "./sources.js";
+
+const NEAR = 80; // pixels from the end of the answer, within which the reader follows it
 
 /** What can be done with a turn, by the words on its buttons; set once, by the part that knows how. */
 let actions = {};
@@ -9,10 +13,17 @@ export const startTurns = given => { actions = given };
 
 const views = new WeakMap();
 
-/** Show all turns anew. */
+/** Show all turns; those whose answers are shown already are not made anew. */
 export function showTurns() {
-  by("turns").replaceChildren(...current.turns.map(turn => viewOf(turn).root));
-  by("conversation-title").textContent = current.title || "Ask about your documents";
+  const roots = current.turns.map(turn => {
+    const view = views.get(turn);
+    if (view?.answer !== turn.answer) return viewOf(turn).root;
+    tellAnswer(turn);
+    return view.root;
+  });
+  const shown = by("turns").children;
+  if (roots.length !== shown.length || roots.some((root, index) => root !== shown[index])) by("turns").replaceChildren(...roots);
+  by("conversation-title").textContent = by("conversation-title").title = current.title || "Ask about your documents";
   by("conversation-menu").hidden = !current.id;
   by("failure").replaceChildren();
 }
@@ -24,11 +35,14 @@ export function failed(words, ...buttons) {
 
 function viewOf(turn) {
   const view = {
+    answer: turn.answer,
     asked: make("div", { className: "asked" }, make("p", {}, turn.question)),
-    sources: make("small"), answered: make("p", { className: "answered" }), figures: make("p", { className: "figures faint" }),
+    answered: make("div", { className: "answered markdown" }), cut: make("p", { className: "cut", hidden: true }),
+    sources: make("div"), figures: make("p", { className: "figures faint" }),
     bar: make("div", { className: "bar", hidden: true }), buttons: make("p", { className: "row quiet" }),
   };
-  view.root = make("li", { className: "turn" }, view.asked, view.sources, view.answered, view.bar, view.figures, view.buttons);
+  view.text = new Markdown(view.answered, number => markOf(turn, number));
+  view.root = make("li", { className: "turn" }, view.asked, view.answered, view.cut, view.sources, view.bar, view.figures, view.buttons);
   views.set(turn, view);
   tellSources(turn);
   tellAnswer(turn);
@@ -37,36 +51,68 @@ function viewOf(turn) {
 
 /** Tell which chunks a turn is about. */
 export function tellSources(turn) {
-  const names = turn.chunks.map(({ title, gone }) => (gone ? `${title} (left out)` : title));
-  views.get(turn).sources.textContent = turn.chunks.length ? `about ${names.join(", ")}` : "";
+  views.get(turn).sources.replaceChildren(...sourceList(turn));
 }
 
-/** Tell as much of an answer as there is; its figures and buttons once it is complete. */
+/** Tell as much of an answer as there is, at most once in a frame; its figures and buttons once it is complete. */
 export function tellAnswer(turn) {
-  const { answered, figures, bar, buttons } = views.get(turn);
-  const { text, usage, first, whole, stopped } = turn.answer;
-  answered.textContent = text;
-  if (!whole && !stopped) return;
-  figures.textContent = stopped ? "Stopped." : figuresOf(turn, usage, first, whole);
+  const view = views.get(turn);
+  if (!isUnderWay(turn)) {
+    draw(turn, view);
+    tellEnd(turn, view);
+  } else if (view.isDrawn) {
+    view.isLate = true;
+  } else {
+    view.cut.hidden = true;
+    draw(turn, view);
+    view.isDrawn = true;
+    requestAnimationFrame(() => {
+      const { isLate } = view;
+      view.isDrawn = view.isLate = false;
+      if (isLate && isUnderWay(turn)) tellAnswer(turn);
+    });
+  }
+}
+
+const isUnderWay = ({ answer: { whole, stopped } }) => !whole && !stopped;
+
+function draw(turn, { text, root }) {
+  const follows = Math.abs(root.getBoundingClientRect().bottom - by("ask").getBoundingClientRect().top) < NEAR;
+  text.show(turn.answer.text, !isUnderWay(turn));
+  if (follows) root.scrollIntoView({ block: "nearest" });
+}
+
+function tellEnd(turn, { cut, figures, bar, buttons }) {
+  const { text, usage, stopped, cut: isCut } = turn.answer;
+  const isLast = turn === current.turns.at(-1);
+  cut.hidden = !(isCut || stopped);
+  cut.replaceChildren(
+    make("span", {}, stopped ? "Stopped." : "Cut: this is as long as it may be."),
+    ...(isLast ? [button("Continue", () => actions.goOn(turn))] : []),
+  );
+  figures.textContent = figuresOf(turn);
   if (usage) fillBar(bar, usedTokens(usage));
   bar.hidden = !usage;
   buttons.replaceChildren(
     button("Copy", ({ target }) => copy(text, target)),
-    ...(turn === current.turns.at(-1) ? [button("Regenerate", () => actions.again(turn))] : []),
+    ...(isLast ? [button("Regenerate", () => actions.again(turn))] : []),
     button("Edit", () => edit(turn)),
     button("As code", () => actions.code(turn)),
-    ...(stopped ? [] : [
+    ...(usage ? [
       button("Show the prompt", () => actions.prompt(turn)),
       button("Compare with the full computation", () => actions.compare(turn), { className: "compare" }),
-    ]),
+    ] : []),
   );
+  tellSources(turn);
 }
 
-function figuresOf({ policy }, usage, first, whole) {
-  const tokens = usedTokens(usage);
+function figuresOf({ policy, answer: { usage, tokens, first, whole } }) {
+  const used = usage && usedTokens(usage);
+  const rate = tokens > 1 && whole > first ? (1000 * (tokens - 1)) / (whole - first) : 0;
   return [
-    policy, `first token after ${milliseconds(first)}`, `all after ${milliseconds(whole)}`,
-    `${counted(usage.prompt_tokens, "prompt token")}: ${number(tokens.cached)} cached, ${number(tokens.recomputed)} recomputed, ${number(tokens.fresh)} fresh`,
+    policy, tokens && counted(tokens, "token"), rate && `${rate < 10 ? rate.toFixed(1) : number(Math.round(rate))} tokens/s`,
+    first && `first token after ${milliseconds(first)}`, whole && `all after ${milliseconds(whole)}`,
+    used && `${counted(usage.prompt_tokens, "prompt token")}: ${number(used.cached)} cached, ${number(used.recomputed)} recomputed, ${number(used.fresh)} fresh`,
   ].filter(Boolean).join(" · ");
 }
 

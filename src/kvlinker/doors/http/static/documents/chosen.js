@@ -56,7 +56,7 @@ async function showHits() {
   const query = by("query").value.trim();
   if (!query) return by("hits").replaceChildren();
   const shown = await hitsOf(query, 10).then(
-    hits => hits.map(hit => make("li", { className: "chunk" }, chooser(hit, titleOf(hit)), make("p", { className: "clipped" }, hit.text))),
+    hits => hits.map(hit => make("li", { className: "chunk" }, chooser(hit, titleOf(hit)), make("p", { className: "clipped", tabIndex: 0 }, hit.text))),
     error => [make("li", { className: "wrong" }, error.message)],
   );
   by("hits").replaceChildren(...(shown.length ? shown : [make("li", { className: "faint" }, "No chunk has any of these words.")]));

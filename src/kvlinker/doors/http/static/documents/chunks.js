@@ -29,7 +29,7 @@ export function showChunks(place, caches) {
 }
 
 function chunkOf(cache) {
-  const words = make("p", { className: "clipped" });
+  const words = make("p", { className: "clipped", tabIndex: 0 });
   const where = cache.tier ? `in ${cache.tier}` : "evicted";
   get(`${CACHES}/${cache.id}/content`).then(({ text }) => { words.textContent = cache.text = text }).catch(error => { words.textContent = error.message });
   return make("div", { className: "chunk" }, chooser(cache, `${titleOf(cache)}, ${counted(cache.tokens, "token")}, ${where}`), words);

@@ -11,6 +11,9 @@ export const ORIGIN = "page";
 const PAGE = 100;
 const IMPLICIT = "texts that prompts brought";
 
+/** The names of documents of which chunks are being cached. */
+export const arriving = new Set();
+
 /** The documents by their keys: {key, source, origin, caches, row, selected}. */
 const documents = new Map();
 
@@ -73,6 +76,11 @@ export async function refreshDocument(source) {
   tabs.postMessage(source);
 }
 
+/** Show chunks that were cached just now, above what there was; they can be asked about at once. */
+export function showArrived(caches) {
+  place(caches, true);
+}
+
 async function readDocument(source) {
   const caches = await listed({ origin: ORIGIN, source });
   const key = keyOf(ORIGIN, source);
@@ -84,13 +92,16 @@ async function readDocument(source) {
 
 const keyOf = (origin, source) => `${origin} ${source}`;
 
-function place(caches) {
+function place(caches, isNew = false) {
   const changed = new Set();
   for (const cache of caches) {
     const source = cache.implicit ? IMPLICIT : documentOf(cache);
     const origin = cache.metadata.origin || "";
     const key = keyOf(origin, source);
-    if (!documents.has(key)) documents.set(key, newDocument(key, source, origin));
+    if (!documents.has(key)) {
+      documents.set(key, newDocument(key, source, origin));
+      if (isNew) by("library").prepend(documents.get(key).row);
+    }
     documents.get(key).caches.push(cache);
     changed.add(documents.get(key));
   }
@@ -119,7 +130,7 @@ function showDocument(document) {
   figures.textContent = `${counted(caches.length, "chunk")}, ${counted(caches.reduce((sum, each) => sum + each.tokens, 0), "token")}`;
   if (details.open) showChunks(chunks, caches);
   const [have, all] = completeness(caches);
-  state.hidden = have === all;
+  state.hidden = have === all || arriving.has(source);
   if (state.hidden) return;
   state.replaceChildren(
     `Only ${number(have)} of ${counted(all, "chunk")}`,
@@ -147,6 +158,7 @@ function filter() {
   by("library-count").textContent = words ? `${number(shown)} of ${counted(documents.size, "document")}` : counted(documents.size, "document");
   by("library-empty").hidden = documents.size > 0;
   by("search").hidden = !documents.size;
+  dispatchEvent(new CustomEvent("documents", { detail: Array.from(documents.values(), ({ source }) => source) }));
   showSelection();
 }
 

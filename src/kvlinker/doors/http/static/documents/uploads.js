@@ -1,12 +1,12 @@
-/** Documents on their way to the server: read, weighed, cached in batches, and taken up again where they broke off. */
+/** Documents on their way to the server: read, weighed, cached in batches, small ones first, and taken up again where they broke off. */
 
 import { get, isAbort, post, postFile, remove } from "../base/api.js";
 import { forget, keep, read } from "../base/database.js";
 import { confirmed } from "../base/dialogs.js";
-import { button, by, bytes, counted, duration, make } from "../base/dom.js";
+import { button, by, bytes, counted, duration, make, number } from "../base/dom.js";
 import { CACHES } from "./chosen.js";
 import { chosenFile } from "./dropping.js";
-import { listed, ORIGIN, refreshDocument } from "./library.js";
+import { arriving, listed, ORIGIN, refreshDocument, showArrived } from "./library.js";
 
 const STORE = "uploads";
 const MOST_CHARACTERS = 4_194_304;
@@ -69,11 +69,32 @@ async function run(lines) {
     by("uploaded").textContent = "";
     return;
   }
-  const begin = performance.now();
-  const progress = { done: 0, total, seconds: () => (performance.now() - begin) / 1000 };
+  planned.sort((one, other) => tokensOf(one.missing) - tokensOf(other.missing));
+  const progress = progressOf(planned.length, total);
   const cached = [];
   for (const each of planned) await attempt(each.line, async () => { await cache(each, progress); cached.push(each) });
+  by("upload-all").hidden = true;
   by("uploaded").textContent = cached.length ? summaryOf(cached) : "";
+}
+
+/** Return what tells how far all files are: `add` some tokens, or that a file is done. */
+function progressOf(files, total) {
+  const begin = performance.now();
+  const [bar, words] = by("upload-all").children;
+  let [done, ended] = [0, 0];
+  const add = (tokens, ends = 0) => {
+    done += tokens;
+    ended += ends;
+    const rate = (1000 * done) / (performance.now() - begin);
+    bar.value = total ? done / total : 1;
+    words.textContent = [
+      `${number(ended)} of ${counted(files, "file")}`, `${number(done)} of ${counted(total, "token")}`,
+      ...(done ? [`${number(Math.round(rate))} tokens/s`, `${duration((total - done) / rate)} left`] : []),
+    ].join(" · ");
+  };
+  add(0);
+  by("upload-all").hidden = false;
+  return add;
 }
 
 async function attempt(line, work) {
@@ -104,7 +125,7 @@ async function plan(line) {
   const current = earlier.filter(cache => cache.metadata.version === version && cache.usable);
   const have = new Set(current.map(({ metadata }) => Number(metadata.index)));
   const missing = pieces.flatMap((piece, index) => (have.has(index) ? [] : [{ ...piece, index, text: characters.slice(piece.start, piece.end).join("") }]));
-  tell(0, `${counted(pieces.length, "chunk")} to cache`);
+  tell(0, `${counted(tokensOf(missing), "token")} to read`);
   return { line, version, missing, count: pieces.length, stale: earlier.filter(cache => !current.includes(cache)) };
 }
 
@@ -132,12 +153,15 @@ async function cache({ line, version, missing, count, stale }, progress) {
   const { upload, tell, signal, root } = line;
   const { source, text, digest, split } = upload;
   await keep(STORE, { source, text, digest, split }).catch(() => {}); // without it, the file is asked for again
+  const all = tokensOf(missing);
+  let done = 0;
+  arriving.add(source);
   try {
     for (let begin = 0; begin < missing.length;) {
       let end = begin, tokens = 0;
       do tokens += missing[end++].tokens; while (end < missing.length && tokens + missing[end].tokens <= BATCH_TOKENS);
       const batch = missing.slice(begin, end);
-      await post(CACHES, {
+      const { data } = await post(CACHES, {
         chunks: batch.map(piece => piece.text),
         name: source.slice(-LONGEST_NAME),
         metadata: batch.map(piece => ({
@@ -145,13 +169,16 @@ async function cache({ line, version, missing, count, stale }, progress) {
         })),
       }, signal);
       begin = end;
-      progress.done += tokens;
-      const left = (progress.total - progress.done) * progress.seconds() / progress.done;
-      tell(begin / missing.length, `${count - missing.length + begin} of ${counted(count, "chunk")}, ${duration(left)} left`);
+      done += tokens;
+      progress(tokens);
+      tell(done / all, `${number(done)} of ${counted(all, "token")}`);
+      showArrived(data);
     }
     for (const { id } of stale) await remove(`${CACHES}/${id}`).catch(error => { if (error.status !== 404) throw error });
     await forget(STORE, source).catch(() => {});
+    progress(0, 1);
   } finally {
+    arriving.delete(source);
     await refreshDocument(source).catch(() => {}); // what failed before is told
   }
   root.remove();

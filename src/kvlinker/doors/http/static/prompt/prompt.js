@@ -1,7 +1,8 @@
 /** The prompt of an answer, token by token: what became of each, and how much the question attends to it. */
 
 import { post } from "../base/api.js";
-import { by, counted, legendOf, make, number, percent } from "../base/dom.js";
+import { by, button, counted, legendOf, make, number, percent } from "../base/dom.js";
+import { openPassage } from "../documents/passage.js";
 
 /** The explanations that came with answers, by turn; of others, the server is asked for one. */
 export const explanations = new WeakMap();
@@ -22,34 +23,52 @@ export function startPrompt() {
   });
 }
 
-/** Show the prompt of a turn, whose request is `body`. */
-export async function showPrompt(turn, body) {
+/** Show the prompt of a turn, whose request is `body`, with the `chunks` that it and the turns before it are about. */
+export async function showPrompt(turn, body, chunks) {
   const came = explanations.get(turn);
   const link = { policy: turn.policy, attention: true };
   const explanation = came || await post("v1/link/explain", { messages: body.messages, link });
   explanations.set(turn, explanation);
-  const { question, chunks } = turn;
   by("prompt").hidden = false;
   by("comparison").replaceChildren();
-  by("prompt-of").textContent = `Of “${question}”, under ${explanation.settled_policy}${came ? "" : ", as it would be linked now"}`;
+  by("prompt-of").textContent = `Of “${turn.question}”, under ${explanation.settled_policy}${came ? "" : ", as it would be linked now"}`;
   by("meaning").textContent = meaningOf(explanation);
   const layers = explanation.layers.at(-1).last + 1;
-  const titles = new Map(chunks.map(({ id, document }) => [id, document]));
+  const known = new Map(chunks.map(chunk => [chunk.id, chunk]));
   const parts = new Array(explanation.tokens).fill(null);
   for (const part of explanation.segments) parts.fill(part, part.start, part.end);
+  const chunkAt = position => known.get(parts[position]?.context_cache);
   const spans = explanation.token_texts.map((text, position) => {
-    const span = make("span", {}, text || "◌");
+    const span = make("span", { title: chunkAt(position)?.document || "" }, text || "◌");
     span.dataset.position = position;
-    if (parts[position]?.type === "chunk" && parts[position].start === position) span.classList.add("begins");
     return span;
   });
-  shown = { explanation, layers, parts, titles, spans, states: statesOf(explanation, layers), current: -1 };
-  by("tokens").replaceChildren(...spans);
-  by("token").textContent = "";
+  const begins = position => parts[position]?.start === position && chunkAt(position);
+  shown = { explanation, layers, parts, chunkAt, spans, states: statesOf(explanation, layers), current: -1 };
+  by("tokens").replaceChildren(...spans.flatMap((span, position) => (begins(position) ? [nameOf(chunkAt(position)), span] : [span])));
+  by("token").replaceChildren();
   Object.assign(by("layer"), { max: layers - 1, value: ALL_LAYERS });
   by("shade").disabled = !explanation.attention;
   paint();
 }
+
+/** Return the document's name, which stands before a chunk's tokens and opens the passage. */
+function nameOf(chunk) {
+  return button(chunk.document, () => openPassage(chunk), { className: "document-name", ariaLabel: `Open ${chunk.title}` });
+}
+
+/** Return the shares of chunks in the attention that goes to chunks, by id: the mean over layers. */
+export function attentionByChunk({ attention, segments }) {
+  const weights = meanOf(attention);
+  const sums = {};
+  for (const { context_cache: id, start, end } of segments) {
+    if (id) sums[id] = (sums[id] || 0) + weights.slice(start, end).reduce((sum, weight) => sum + weight, 0);
+  }
+  const all = Object.values(sums).reduce((sum, each) => sum + each, 0);
+  return Object.fromEntries(Object.entries(sums).map(([id, sum]) => [id, all ? sum / all : 0]));
+}
+
+const meanOf = attention => attention[0].map((_, position) => attention.reduce((sum, weights) => sum + weights[position], 0) / attention.length);
 
 /** Say in one sentence what linking did. */
 function meaningOf({ tokens, cost: { cached_tokens: cached, recomputed_tokens: recomputed, fresh_tokens: fresh, flops_ratio: work } }) {
@@ -75,7 +94,7 @@ function attentionOf(layer) {
   const { attention } = shown.explanation;
   if (!attention) return null;
   if (layer !== ALL_LAYERS) return attention[layer];
-  return attention[0].map((_, position) => attention.reduce((sum, weights) => sum + weights[position], 0) / attention.length);
+  return meanOf(attention);
 }
 
 function paint() {
@@ -124,7 +143,7 @@ function tell(position) {
     `token ${position}, ${JSON.stringify(shown.explanation.token_texts[position])}`,
     shown.states[Math.max(layer, 0)][position],
     position < reused ? "from an earlier request" : "",
-    part?.type === "chunk" ? `of ${shown.titles.get(part.context_cache) || part.context_cache || "a chunk"}` : "",
+    part?.type === "chunk" ? `of ${shown.chunkAt(position)?.document || part.context_cache || "a chunk"}` : "",
     part?.type === "chunk" && part.exact ? "exact here" : "",
     weights ? `attention ${percent(weights[position])}` : "",
   ].filter(Boolean).join(", ");

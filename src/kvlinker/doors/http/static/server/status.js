@@ -3,6 +3,7 @@
 import { get, text } from "../base/api.js";
 import { by, bytes, counted, fillBar, legendOf, make, milliseconds, number, percent } from "../base/dom.js";
 import { sample } from "./charts.js";
+import { showRequests } from "./requests.js";
 
 const EVERY = 3000;
 
@@ -21,6 +22,7 @@ export function startStatus(tell) {
 export async function refresh(tell) {
   try {
     const status = await get("status");
+    dispatchEvent(new CustomEvent("status", { detail: status }));
     showStatus(status);
     showAudit(await get("v1/audit"));
     await refreshMetrics(status);
@@ -54,7 +56,7 @@ function showReplicas(replicas = []) {
 
 function showStatus(status) {
   showReplicas(status.replicas);
-  by("model").textContent = `${status.model}, ${number(status.max_model_len)} tokens of context, policy ${status.policy}`;
+  showRequests(status);
   by("load").replaceChildren(...lines(
     ["running", number(status.requests.running)], ["waiting", number(status.requests.waiting)],
     ["answered", number(status.requests.finished)], ["output tokens", number(status.output_tokens)],
