@@ -16,7 +16,7 @@ import torch
 
 from kvlinker.engines import native
 from kvlinker.engines.embedded.model.weights.matrices import BlockedMatrix
-from kvlinker.engines.embedded.model.weights.native_products import NativeProducts
+from kvlinker.engines.embedded.model.weights.native_products import load_products
 
 ROWS, OUTPUTS, WIDTH = 4, 2048, 1024
 TURNS = 400
@@ -30,7 +30,7 @@ def main(shipped: Path) -> None:
     for here in (False, True):
         native.build_here(here)
         print(native.description())
-        products.append(NativeProducts())
+        products.append(load_products())
     weight = BlockedMatrix(torch.randn(OUTPUTS, WIDTH).bfloat16())
     inputs = torch.randn(ROWS, WIDTH).bfloat16()
     times: list[list[int]] = [[], []]

@@ -77,5 +77,5 @@ def test_what_codes_mean(kind: GGMLQuantizationType, rows: int, blocks: int, see
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_numbers_that_are_none(number: float) -> None:
     raw = random_rows(GGMLQuantizationType.Q8_0, 3, 2, seed=0)
-    raw[1, :2] = np.float16([number]).view(np.uint8)
+    raw[1, :2] = np.array([number], np.float16).view(np.uint8)
     assert grouped_blocks(codes_of(raw, GGMLQuantizationType.Q8_0), "grouped8") is None

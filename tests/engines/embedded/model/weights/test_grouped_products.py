@@ -124,8 +124,9 @@ def test_a_row_is_the_same_beside_any_others(form: GroupedForm) -> None:
 @torch.inference_mode()
 def test_groups_of_sixteen_codes_of_four_bits() -> None:
     """Kinds of two and three bits are such."""
-    for form in ("grouped4", "grouped4_min"):
-        matrix = matrix_of(form, 70, 6, whole=True, group=16)  # type: ignore[arg-type]
+    forms: tuple[GroupedForm, ...] = ("grouped4", "grouped4_min")
+    for form in forms:
+        matrix = matrix_of(form, 70, 6, whole=True, group=16)
         inputs = inputs_of(9, matrix, whole=True)
         exact = inputs.double() @ matrix.dense().double().T
         assert torch.equal(matrix.multiply(inputs, None), exact.float().bfloat16())
