@@ -95,7 +95,7 @@ dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu
 		&& $(TOOLS_VENV)/bin/python tools/platform_wheels.py dist build/native/$$machine linux_$$machine || exit 1; done
 	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
 	$(TOOLS_VENV)/bin/python tools/check_dist.py dist
-	KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing"
+	$(if $(filter aarch64,$(MACHINES)),KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing")
 	$(TOOLS_VENV)/bin/python tools/provenance.py dist $(addsuffix -linux-gnu-g++,$(MACHINES))
 
 $(TOOLS_INSTALLED): requirements-tools.txt
