@@ -39,7 +39,7 @@ missing = [name for name in sys.argv[2:] if not files("kvlinker").joinpath(name)
 assert not missing, f"the wheel lacks {missing}"
 print(version("kvlinker"))
 """
-OPENMP = re.compile(r"\S*/lib(?:g|i|)omp[^/]*$", re.MULTILINE)
+OPENMP = re.compile(r"\S*/lib(?:g|i|)omp[^/\s]*$", re.MULTILINE)
 
 
 def package_data() -> list[str]:
