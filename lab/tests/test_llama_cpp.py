@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.normalizers import NFC
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvlinker import LLM
-from kvlinker.engines.contract.gguf_reading import read_gguf
-from kvlinker.engines.contract.gguf_unpacking import _name, _paired_heads, _unpermuted, with_folder
+from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.settings import Settings, load_settings
 from kvlinker_lab.peers.llama_cpp_model import llama_context, llama_model
 
@@ -104,30 +104,20 @@ def tokens_of(model: Any, text: str) -> list[int]:
 def test_texts_have_the_same_tokens(settings: Settings, model: Any) -> None:
     """llama.cpp does not compose characters, as Qwen's own tokenizer does, and so its files'."""
     tokenizer = AutoTokenizer.from_pretrained(with_folder(settings).model)
-    composes = tokenizer.backend_tokenizer.normalizer is not None and "qwen" in settings.model
+    composes = isinstance(tokenizer.backend_tokenizer.normalizer, NFC)
     given = [unicodedata.normalize("NFC", text) if composes else text for text in texts()]
     differ = [text for text in given if tokenizer(text).input_ids != tokens_of(model, text)]
     assert differ == []
 
 
 def exact_logits(settings: Settings, ids: list[int]) -> Any:
-    """What the file's weights make of tokens in fp32, by transformers."""
-    from gguf import dequantize
-
-    folder = with_folder(settings).model
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    whole = read_gguf(Path(settings.model))
-    architecture = whole.metadata["general.architecture"]
-    weights = exact.state_dict()
-    for own_name, place in whole.tensors.items():
-        name = _name(own_name, architecture)
-        if len(place.shape) == 2 and name in weights:
-            raw = np.fromfile(place.path, np.uint8, count=place.nbytes, offset=place.begin)
-            values = torch.from_numpy(dequantize(raw.reshape(place.shape[0], -1), place.kind))
-            heads = _paired_heads(name, architecture, exact.config)
-            weights[name].copy_(_unpermuted(values, heads) if heads else values)
+    """What the file's weights make of tokens in fp32, read and computed by transformers."""
+    file = Path(settings.model)
+    exact = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     with torch.inference_mode():
-        return exact(torch.tensor([ids])).logits[0].numpy()
+        return exact.eval()(torch.tensor([ids])).logits[0].numpy()
 
 
 def logprobs_of(logits: Any, ids: list[int]) -> Any:

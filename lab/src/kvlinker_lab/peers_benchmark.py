@@ -177,7 +177,7 @@ def _choose(
             reasons.append(
                 f"{kind.name} is left out, for it is not installed: {kind.installation}."
             )
-        elif task.gguf and kind.takes_gguf is False:
+        elif task.gguf and kind.quantises:
             reasons.append(f"{kind.name} is left out: it quantises a model by itself.")
         elif not task.gguf and kind.model_types is not None and model_type not in kind.model_types:
             reasons.append(

@@ -182,6 +182,6 @@ for _name, _quantization in QUANTIZATIONS.items():
             distributions=("llama-cpp-python",),
             installation="pip install 'kvlinker-lab[peers]', which compiles it",
             model_types=frozenset({ARCHITECTURE}),
-            takes_gguf=_quantization is None,
+            quantises=_quantization is not None,
         )
     )

@@ -128,8 +128,8 @@ class PeerKind:
     """Says how to get the modules."""
     model_types: frozenset[str] | None = None
     """The ``model_type`` of configurations that it takes; None for all."""
-    takes_gguf: bool | None = None
-    """Whether it takes GGUF files, whatever their model; None for what was unpacked from one."""
+    quantises: bool = False
+    """Whether it quantises the model by itself, which is done already in a GGUF file."""
 
 
 _registry: Registry[PeerKind] = Registry("peer", own="kvlinker_lab.peers", group="kvlinker.peers")

@@ -62,7 +62,7 @@ ROWS_AT_ONCE = 16 * BLOCK
 CACHE_LINE = 64
 """What tensors begin at multiples of in files, in bytes."""
 
-UNPACKED_SHARE = 0.7
+UNPACKED_SHARE = 0.55
 """The share of the time to unpack a file that its weights in bfloat16 take."""
 
 PIECE = 1 << 22

@@ -20,30 +20,36 @@ inline Floats load_f16(const uint8_t* from) {
 #endif
 }
 
-// What a group adds to each weight: of codes less OFFSET, by their scale.
-template <bool MINIMA, int OFFSET>
-struct GroupNumbers {
-    Floats scale, added;
+// What all forms have in common: bytes of inputs stay in order, and a group's header has scales and, with MINIMA, what is
+// added to each of its weights. Sums are of codes less BYTE_OFFSET, for which the minima make up.
+template <bool MINIMA, int BYTE_OFFSET>
+struct InGroups {
+    static constexpr int HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t);
+    static constexpr bool HEADED_GROUPS = true;
+    static constexpr bool FETCHED_AHEAD = true;
+    static constexpr int OFFSET = BYTE_OFFSET;
 
-    static GroupNumbers at(const uint8_t* header, int vector) {
+    struct Numbers {
+        Floats scale, least;
+    };
+
+    static Bytes ordered(Bytes bytes) { return bytes; }
+    static Numbers numbers_at(const uint8_t* header, int vector) {
         const Floats scale = load_f16(header + vector * VECTOR / 2);
         if (!MINIMA) return {scale, Floats{}};
         return {scale, load_f16(header + (VECTORS + vector) * VECTOR / 2) + static_cast<float>(OFFSET) * scale};
     }
-    Floats add(Floats total, Floats sum, float inputs) const {
-        total += sum * scale;
-        return MINIMA ? total + inputs * added : total;
+    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) {
+        total += sum * numbers.scale;
+        return MINIMA ? total + inputs * numbers.least : total;
     }
+    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
 // Codes of four bits, and of HIGH more.
 template <int HIGH, bool MINIMA>
-struct Grouped {
+struct Grouped : InGroups<MINIMA, 8 << HIGH> {
     static constexpr int INPUTS = HIGH ? 32 / HIGH : 8, LOW_WORDS = INPUTS / 8, WORDS = LOW_WORDS + (HIGH ? 1 : 0);
-    static constexpr int HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t);
-    static constexpr bool HEADED_GROUPS = true;
-    static constexpr bool FETCHED_AHEAD = true;
-    static constexpr int OFFSET = 8 << HIGH;
 
     static Words bytes_of(const uint8_t* at, int part) {
         const Words low = load<Words>(at + part / 2 * STEP) >> part % 2 * 4 & 0x0f0f0f0f;
@@ -52,25 +58,12 @@ struct Grouped {
         const int shift = HIGH * part - 4;  // so that they are above the lower four
         return low | ((shift < 0 ? high << -shift : high >> shift) & ((1 << HIGH) - 1) * 0x10101010);
     }
-    static Bytes ordered(Bytes bytes) { return bytes; }
-    using Numbers = GroupNumbers<MINIMA, OFFSET>;
-    static Numbers numbers_at(const uint8_t* header, int vector) { return Numbers::at(header, vector); }
-    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) { return numbers.add(total, sum, inputs); }
-    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
-struct GroupedBytes {
-    static constexpr int INPUTS = 4, WORDS = 1, HEADER = BLOCK * sizeof(uint16_t);
-    static constexpr bool HEADED_GROUPS = true;
-    static constexpr bool FETCHED_AHEAD = true;
-    static constexpr int OFFSET = In8Bits::OFFSET;
+struct GroupedBytes : InGroups<false, In8Bits::OFFSET> {
+    static constexpr int INPUTS = 4, WORDS = 1;
 
     static Words bytes_of(const uint8_t* at, int part) { return In8Bits::bytes_of(at, part); }
-    static Bytes ordered(Bytes bytes) { return bytes; }
-    using Numbers = GroupNumbers<false, OFFSET>;
-    static Numbers numbers_at(const uint8_t* header, int vector) { return Numbers::at(header, vector); }
-    static Floats added(Floats total, Floats sum, Numbers numbers, float inputs) { return numbers.add(total, sum, inputs); }
-    static Floats scaled(Floats total, const uint8_t*, int) { return total; }
 };
 
 }  // namespace
