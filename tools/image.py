@@ -25,6 +25,9 @@ OF_THIS_MACHINE = ("/etc/apt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/xdg")
 CERTIFICATES = "/run/certificates.crt"
 """Where this machine's certificates are seen then: the image's own are installed meanwhile."""
 
+CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
+"""By which pip is told where they are; the second one, where a machine sets it, is obeyed first."""
+
 SYSTEM = ["--die-with-parent", "--dev", "/dev", "--proc", "/proc"]
 
 
@@ -85,7 +88,9 @@ def run_step(folder: Path, step: str, variables: Mapping[str, str]) -> None:
         step = step[found.end() :]
     seen = [word for place in _places_of_packages() for word in ("--ro-bind", place, place)]
     if certificates := ssl.get_default_verify_paths().cafile:
-        seen += ["--ro-bind", certificates, CERTIFICATES, "--setenv", "PIP_CERT", CERTIFICATES]
+        seen += ["--ro-bind", certificates, CERTIFICATES]
+        for name in CERTIFICATE_VARIABLES:
+            seen += ["--setenv", name, CERTIFICATES]
     given = [word for pair in variables.items() for word in ("--setenv", *pair)]
     isolated = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"]
     isolated += ["--bind", str(folder), "/", *SYSTEM, *seen, *mounts, *given]

@@ -58,13 +58,14 @@ def test_answers_and_figures(conversation: Conversation) -> None:
     assert answer(conversation, "Who are you?")
     first = conversation.figures
     assert first is not None
-    assert (first.cached, first.output) == (0, 12)
+    # the model's own sampling may end an answer early
+    assert first.cached == 0 and 1 <= first.output <= 12
     answer(conversation, "And who am I?")
     second = conversation.figures
     assert second is not None
     assert second.prompt > first.prompt + first.output, "what was said is in the prompt"
     assert re.search(
-        r"prompt \d+ tokens: .* new; first token .* s; answer 12 tokens, ", str(second)
+        r"prompt \d+ tokens: .* new; first token .* s; answer \d+ tokens", str(second)
     )
     conversation.clear()
     answer(conversation, "Who are you?")
