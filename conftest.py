@@ -25,6 +25,7 @@ TOGETHER = ("tests/doors/page", "lab/tests/training")
 """Folders whose files share what takes long to make, such as a browser: one process runs them."""
 
 WHOLE = (
+    "integrations/kvlinker-fleet/tests",
     "lab/tests",
     "tests/cli/test_advise.py",
     "tests/cli/test_search.py",
@@ -46,7 +47,6 @@ WHOLE = (
     "tests/engines/embedded/requests/test_explaining.py",
     "tests/engines/embedded/test_policy_limits.py",
     "tests/engines/gpu",
-    "tests/fleet",
     "tests/quality",
     "tests/real_models",
     "tests/service/audit",

@@ -30,8 +30,8 @@ print(status.value, *loaded, file=sys.stderr)
 
 ROUTER = """
 import sys
-import kvlinker.cli.router
-from kvlinker.fleet.app import create_router
+import kvlinker_fleet.commands.router
+from kvlinker_fleet.app import create_router
 from kvlinker.settings import load_settings
 create_router(None, load_settings(), api_key=None)
 print(*sys.modules)

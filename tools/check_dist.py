@@ -6,7 +6,8 @@ no compiler: nothing but the environment's own programs is on the PATH. There th
 import, be of the version in pyproject.toml, and have every file that is no Python; the source
 distribution must have them, too. ``kvlinker serve`` must compute by the native code in the wheel
 with one OpenMP, that of torch, and answer README's first program. What was installed is described
-in a bill of materials, beside the wheels.
+in a bill of materials, beside the wheels. Each package that joins the core is then installed beside
+it, and must be of the same version, import, and have its entry points.
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ missing = [name for name in sys.argv[2:] if not files("kvlinker").joinpath(name)
 assert not missing, f"the wheel lacks {missing}"
 print(version("kvlinker"))
 """
+JOINING = """
+import sys
+from importlib import import_module
+from importlib.metadata import distribution
+package = distribution(sys.argv[1])
+import_module(sys.argv[1])
+for point in package.entry_points:
+    point.load()
+print(package.version)
+"""
+JOINED = ("kvlinker_fleet",)
+"""The packages that join the core, without what they need beside it: vLLM and Ray are not
+installed."""
+
 OPENMP = re.compile(r"\S*/lib(?:g|i|)omp[^/\s]*$", re.MULTILINE)
 
 
@@ -162,6 +177,19 @@ def check_serving(python: Path, home: Path) -> str:
     return said.stdout.strip()
 
 
+def check_joined(python: Path, dist: Path, expected: str) -> None:
+    """Check the wheels of the packages that join the core, in an environment that has it."""
+    for package in JOINED:
+        (wheel,) = dist.glob(f"{package}-*.whl")
+        install(python, "--no-deps", str(wheel.resolve()))
+        command = [str(python), "-I", "-c", JOINING, package]
+        found = subprocess.run(
+            command, cwd=python.parent, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.strip()
+        if found != expected:
+            sys.exit(f"{wheel.name} installs version {found}, but the core is {expected}")
+
+
 def main(dist: Path) -> None:
     """Check the release in ``dist``."""
     expected = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
@@ -182,7 +210,8 @@ def main(dist: Path) -> None:
         if (found := version_in(python, data)) != expected:
             sys.exit(f"{wheel.name} installs version {found}, but pyproject.toml says {expected}")
         write_bill_of_materials(python, dist / f"kvlinker-{expected}.cdx.json")
-        install(python, "--dry-run", "kvlinker[all]")
+        check_joined(python, dist, expected)
+        install(python, "--dry-run", "--find-links", str(dist.resolve()), "kvlinker[all]")
         install(python, "openai")
         said = check_serving(python, folder / "home")
     print(f"{wheel.name} and {source.name} are sound: {len(data)} data files, {said}")

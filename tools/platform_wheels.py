@@ -45,7 +45,7 @@ def run(module: str, *arguments: str | Path) -> None:
 
 def main(dist: Path, libraries: Path, platform: str) -> None:
     """Write the wheel for ``platform`` to ``dist``."""
-    (pure,) = dist.glob("*-none-any.whl")
+    (pure,) = dist.glob("kvlinker-*-none-any.whl")
     with tempfile.TemporaryDirectory() as folder:
         made = with_libraries(pure, libraries, platform, Path(folder))
         if platform.startswith("linux"):

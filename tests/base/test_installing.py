@@ -33,3 +33,8 @@ def test_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert install_command("zstd") == ".venv/bin/pip install -e '.[zstd]'"
     monkeypatch.chdir(tmp_path)
     assert install_command("zstd") == "'a b/.venv/bin/pip' install -e 'a b[zstd]'"
+    (folder / "integrations" / "kvlinker-fleet").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert install_command("fleet") == (
+        ".venv/bin/pip install -e integrations/kvlinker-fleet -e '.[fleet]'"
+    )

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import kvlinker_fleet
 from kvlinker.base import system
 
-PACKAGE = Path(system.__file__).parents[1]
+PACKAGES = (Path(system.__file__).parents[1], Path(kvlinker_fleet.__file__).parent)
 POSIX_MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 POSIX_NAMES = {
     *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "chown", "fork", "geteuid", "getgid"),
@@ -23,14 +24,21 @@ POSIX_NAMES = {
 """What of ``os`` Windows lacks, or macOS."""
 
 HOMES = {
-    "base.system": {"fcntl", "resource", "O_DIRECTORY", "O_NOFOLLOW", "posix_fallocate", "preadv"},
+    "kvlinker.base.system": {
+        "fcntl",
+        "resource",
+        "O_DIRECTORY",
+        "O_NOFOLLOW",
+        "posix_fallocate",
+        "preadv",
+    },
     # On Linux alone, where GNU's OpenMP is, or where the system has it.
-    "base.threads": {"getloadavg"},
-    "base.machine": {"sched_getaffinity"},
+    "kvlinker.base.threads": {"getloadavg"},
+    "kvlinker.base.machine": {"sched_getaffinity"},
     # It says that it needs Linux.
-    "quality.bench.harness.files": {"posix_fadvise"},
+    "kvlinker.quality.bench.harness.files": {"posix_fadvise"},
     # Ray Serve's fleets are for Linux.
-    "fleet.ray_serve.cluster": {"O_NONBLOCK", "mkfifo"},
+    "kvlinker_fleet.ray_serve.cluster": {"O_NONBLOCK", "mkfifo"},
 }
 """The modules that use what only some systems have, and what that is."""
 
@@ -50,9 +58,10 @@ def used(file: Path) -> set[str]:
 
 def test_modules_that_need_posix_are_known() -> None:
     found = {}
-    for file in PACKAGE.rglob("*.py"):
-        if names := used(file):
-            found[".".join(file.relative_to(PACKAGE).with_suffix("").parts)] = names
+    for package in PACKAGES:
+        for file in package.rglob("*.py"):
+            if names := used(file):
+                found[".".join(file.relative_to(package.parent).with_suffix("").parts)] = names
     assert found == HOMES
 
 

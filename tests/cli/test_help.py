@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from kvlinker.cli import app
+from kvlinker.base.installing import install_command
+from kvlinker.cli import Commands, app
 from kvlinker.cli.lazy import LazyGroup
 
 WIDE = {"COLUMNS": "2000", "TERMINAL_WIDTH": "2000"}
@@ -68,6 +69,18 @@ def test_help_says_what_the_commands_say() -> None:
     for name, summary in group.summaries().items():
         assert words(summary).partition(".")[0] == words(group.load(name).help).partition(".")[0]
         assert summary
+
+
+@pytest.mark.parametrize("name", ["fleet", "router"])
+def test_a_command_of_a_missing_package_names_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = {each: place for each, place in Commands.places.items() if each != name}
+    monkeypatch.setattr(Commands, "places", left)
+    run = CliRunner().invoke(app, [name, "--help"], env=WIDE)
+    assert run.exit_code == 2
+    command = install_command("fleet")
+    assert run.output.strip().endswith(f"kvlinker {name} is a command of kvlinker-fleet: {command}")
 
 
 def test_help_imports_no_command() -> None:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
+PACKAGES = sorted((ROOT / "integrations").glob("kvlinker-*"))
+"""The packages of this repository that extras bring: no index has them before a release."""
 SECONDS = 90
 """A resolution takes 35 to 55; an index that needs longer is taken for none."""
 
@@ -35,7 +37,7 @@ def resolution(extras: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ]
     patience = ["--retries", "1", "--timeout", "15"]
     return subprocess.run(
-        [*command, *patience, f"{ROOT}[{extras}]"],
+        [*command, *patience, f"{ROOT}[{extras}]", *map(str, PACKAGES)],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 NAMED = re.findall(r"`([\w/.-]+(?:\.py|\.cpp|/))`", (ROOT / "docs" / "architecture.md").read_text())
 PLACES = re.findall(r"`(\w+)` in `([\w/.]+)`", (ROOT / "docs" / "glossary.md").read_text())
 
+FOLDERS = (ROOT / "src" / "kvlinker", *(ROOT / "integrations").glob("kvlinker-*"))
+
 
 def test_it_has_the_nouns() -> None:
     assert len(PLACES) >= 35
@@ -19,7 +21,8 @@ def test_it_has_the_nouns() -> None:
 def test_terms_are_defined_where_it_says(subtests: pytest.Subtests) -> None:
     for name, file in PLACES:
         with subtests.test(name, file=file):
-            code = (ROOT / "src" / "kvlinker" / file).read_text()
+            (place,) = (folder / file for folder in FOLDERS if (folder / file).is_file())
+            code = place.read_text()
             assert re.search(rf"^(class {name}\b|{name}(: TypeAlias)? = )", code, re.MULTILINE)
 
 

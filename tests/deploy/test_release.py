@@ -27,6 +27,20 @@ def test_version_is_the_changelogs_and_the_citations() -> None:
     assert PROJECT["license"].startswith(citation["license"])
 
 
+def test_packages_that_join_the_core_are_of_its_version() -> None:
+    """They depend on it in this version, and its extras bring them in it."""
+    version = PROJECT["version"]
+    extras = " ".join(
+        needed for each in PROJECT["optional-dependencies"].values() for needed in each
+    )
+    for file in (ROOT / "integrations").glob("kvlinker-*/pyproject.toml"):
+        package = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        assert package["version"] == version
+        assert f"kvlinker=={version}" in package["dependencies"]
+        named = set(re.findall(rf"{package['name']}(?:\[[\w-]+\])?(==\S+)?", extras))
+        assert named == {f"=={version}"}
+
+
 def test_each_licence_is_shipped() -> None:
     shipped = [
         path.relative_to(ROOT).as_posix()

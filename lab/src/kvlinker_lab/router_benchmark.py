@@ -11,10 +11,10 @@ import psutil
 import typer
 
 from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport
-from kvlinker.fleet.naming import PromptOutline, WantedChunk
-from kvlinker.fleet.router import Router
 from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
+from kvlinker_fleet.naming import PromptOutline, WantedChunk
+from kvlinker_fleet.router import Router
 
 TOKENS = 512
 SECONDS_PER_TOKEN = 17e-6

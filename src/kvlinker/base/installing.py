@@ -17,7 +17,10 @@ def install_command(extra: str) -> str:
     if checkout is None:
         return f"pip install 'kvlinker[{extra}]'"
     pip = Path(sys.executable).with_name("pip")
-    return f"{quote(str(_near(pip)))} install -e '{_near(checkout)}[{extra}]'"
+    package = checkout / "integrations" / f"kvlinker-{extra}"
+    # No index has a package that is not released: pip takes it from the checkout.
+    beside = f"-e {quote(str(_near(package)))} " if package.is_dir() else ""
+    return f"{quote(str(_near(pip)))} install {beside}-e '{_near(checkout)}[{extra}]'"
 
 
 def _checkout() -> Path | None:

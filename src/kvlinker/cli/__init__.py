@@ -3,17 +3,21 @@ torch."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated, ClassVar
+from importlib.metadata import entry_points, version
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from kvlinker.base.commit import commit
 from kvlinker.cli.lazy import ModuleGroup
 
+EXTRAS = {"fleet": "fleet", "router": "fleet"}
+"""The extras that bring commands of this project's other packages, by command."""
+
 
 class Commands(ModuleGroup):
-    """All commands of ``kvlinker``."""
+    """All commands of ``kvlinker``, with those of installed packages: entry points of the group
+    ``kvlinker.commands``."""
 
     places: ClassVar = {
         "run": "kvlinker.cli.chat.command:run",
@@ -23,8 +27,6 @@ class Commands(ModuleGroup):
         "pull": "kvlinker.cli.models:pull",
         "models": "kvlinker.cli.models:models",
         "service": "kvlinker.cli.service:app",
-        "fleet": "kvlinker.cli.fleet:app",
-        "router": "kvlinker.cli.router:router",
         "top": "kvlinker.cli.top:top",
         "ingest": "kvlinker.cli.documents.ingest:ingest",
         "search": "kvlinker.cli.documents.search:search",
@@ -36,7 +38,19 @@ class Commands(ModuleGroup):
         "advise": "kvlinker.cli.advise:advise",
         "caches": "kvlinker.cli.caches:app",
         "bench": "kvlinker.cli.bench:app",
+        **{point.name: point.value for point in entry_points(group="kvlinker.commands")},
     }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command to be run. Names the extra to install for one that is missing."""
+        name = args[0]
+        if name in EXTRAS and name not in self.places:
+            from kvlinker.base.installing import install_command
+            from kvlinker.cli.console import BAD_USAGE, fail
+
+            command = install_command(EXTRAS[name])
+            raise fail(f"kvlinker {name} is a command of kvlinker-fleet: {command}", BAD_USAGE)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -34,7 +34,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 INSIDE = "/home/operator/state/catalog.sqlite"
 SCOPE: Scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
-HOMES = ("kvlinker.store", "kvlinker.doors.http", "kvlinker.doors.client", "kvlinker.fleet.proxy")
+HOMES = ("kvlinker.store", "kvlinker.doors.http", "kvlinker.doors.client")
 """What defines errors, besides modules that are named after them."""
 
 
@@ -42,6 +42,7 @@ def all_errors() -> list[type[KVLinkerError]]:
     for module in pkgutil.walk_packages(kvlinker.__path__, "kvlinker."):
         if "error" in module.name or module.name.startswith(HOMES):
             importlib.import_module(module.name)
+    importlib.import_module("kvlinker_fleet.proxy")
     found = [KVLinkerError]
     for kind in found:
         found += kind.__subclasses__()

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from kvlinker.doors.http.pages import PAGE_PATHS
-from kvlinker.fleet.views import FleetStatus
+from kvlinker_fleet.views import FleetStatus
 from tests.doors.http.serving import Served
 
 MEDIA_TYPES = {

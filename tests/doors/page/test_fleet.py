@@ -15,8 +15,8 @@ from tests.doors.page.test_documents import NURSE
 @pytest.fixture
 def router(reading: Served) -> Iterator[str]:
     """A router before the server, and before another one that has ended."""
-    from kvlinker.fleet.app import create_router
-    from kvlinker.fleet.backends import always
+    from kvlinker_fleet.app import create_router
+    from kvlinker_fleet.backends import always
     from tests.doors.http.serving import listening
 
     settings = reading.llm.settings

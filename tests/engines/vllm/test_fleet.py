@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
+from fleet_tests.ray_serve.fleets import CHAT, START_SECONDS, RunningFleet, asked, started
+from fleet_tests.ray_serve.test_fleet import *  # noqa: F403
+from fleet_tests.ray_serve.test_fleet import KEYS, TEXTS
+from fleet_tests.ray_serve.test_scaling_fleet import ends_well
 from kvlinker.engines.vllm.frontend.configuration import CPU_MEMORY_SHARE, shared_options
 from kvlinker.settings import load_settings
 from tests.engines.vllm.conftest import OPTIONS
-from tests.fleet.ray_serve.fleets import CHAT, START_SECONDS, RunningFleet, asked, started
-from tests.fleet.ray_serve.test_fleet import *  # noqa: F403
-from tests.fleet.ray_serve.test_fleet import KEYS, TEXTS
-from tests.fleet.ray_serve.test_scaling_fleet import ends_well
 from tests.waiting import wait_until
 
 

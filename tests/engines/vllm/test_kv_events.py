@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from kvlinker.fleet.kv_events import BlockChains, beginnings_of
+from kvlinker_fleet.kv_events import BlockChains, beginnings_of
 
 
 def published(*events: BlockStored | BlockRemoved | AllBlocksCleared) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvlinker.base.types.residency import MEMORY, KnownChunk, ResidencyReport, TierCost
-from kvlinker.fleet.naming import PromptOutline, WantedChunk
-from kvlinker.fleet.router import Decision, Router
+from kvlinker_fleet.naming import PromptOutline, WantedChunk
+from kvlinker_fleet.router import Decision, Router
 from kvlinker_lab.fleet.replicas import Costs, Fleet
 
 TOKENS = 512

@@ -1,0 +1,1 @@
+"""The commands ``kvlinker fleet`` and ``kvlinker router``."""

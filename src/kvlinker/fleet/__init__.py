@@ -1,2 +1,0 @@
-"""Sends requests to the server that has their chunks in memory: a library, and a router over
-HTTP."""
