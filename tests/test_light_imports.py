@@ -19,7 +19,7 @@ HEAVY = (
     "kvlinker.llm",
     "kvlinker.doors.http.app",
     "kvlinker.engines.embedded",
-    "kvlinker.engines.vllm",
+    "kvlinker_vllm",
 )
 COLLECT = """
 import sys, pytest

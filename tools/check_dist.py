@@ -7,7 +7,7 @@ import, be of the version in pyproject.toml, and have every file that is no Pyth
 distribution must have them, too. ``kvlinker serve`` must compute by the native code in the wheel
 with one OpenMP, that of torch, and answer README's first program. What was installed is described
 in a bill of materials, beside the wheels. Each package that joins the core is then installed beside
-it, and must be of the same version, import, and have its entry points.
+it, and must be of the same version, import, and load what its entry points bring to the core.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ from importlib.metadata import distribution
 package = distribution(sys.argv[1])
 import_module(sys.argv[1])
 for point in package.entry_points:
-    point.load()
+    if point.group.startswith("kvlinker."):
+        point.load()
 print(package.version)
 """
-JOINED = ("kvlinker_fleet",)
+JOINED = ("kvlinker_fleet", "kvlinker_vllm")
 """The packages that join the core, without what they need beside it: vLLM and Ray are not
 installed."""
 

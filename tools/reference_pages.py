@@ -1,5 +1,5 @@
-"""Write the pages of the API reference, one for each module of the package: ``make docs`` runs this
-first.
+"""Write the pages of the API reference, one for each module of the core and of the packages
+that join it: ``make docs`` runs this first.
 
 A page holds the module's name for mkdocstrings, which fills in what the docstrings say. The first
 page lists all modules with the first sentence of each one's docstring. Nothing of the package is
@@ -14,21 +14,28 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src"
+PACKAGES = (
+    ROOT / "src" / "kvlinker",
+    ROOT / "integrations" / "kvlinker-fleet" / "kvlinker_fleet",
+    ROOT / "integrations" / "kvlinker-vllm" / "kvlinker_vllm",
+)
+"""The core, and the packages that join it."""
 REFERENCE = ROOT / "docs" / "reference"
 
 
-def page_of(file: Path) -> Path:
+def page_of(file: Path, package: Path) -> Path:
     """Return where a module's page lies below the reference; that of a package is the first page of
-    its folder."""
-    return file.relative_to(SOURCE / "kvlinker").with_name(
-        f"{file.stem.replace('__init__', 'index')}.md"
-    )
+    its folder. The core's pages lie at the top."""
+    top = package if package.name == "kvlinker" else package.parent
+    return file.relative_to(top).with_name(f"{file.stem.replace('__init__', 'index')}.md")
 
 
 def name_of(page: Path) -> str:
     """Return the dotted name of the module that a page is about."""
-    return ".".join(("kvlinker", *page.with_suffix("").parts)).removesuffix(".index")
+    parts = page.with_suffix("").parts
+    if parts[0] not in {package.name for package in PACKAGES}:
+        parts = ("kvlinker", *parts)
+    return ".".join(parts).removesuffix(".index")
 
 
 def first_sentence(file: Path) -> str:
@@ -39,13 +46,12 @@ def first_sentence(file: Path) -> str:
 
 def main() -> None:
     shutil.rmtree(REFERENCE, ignore_errors=True)
-    files = {page_of(file): file for file in (SOURCE / "kvlinker").rglob("*.py")}
+    files = {page_of(file, package): file for package in PACKAGES for file in package.rglob("*.py")}
     listed = []
     for page in sorted(files, key=name_of):
         name = name_of(page)
-        listed.append(
-            f"{'    ' * (name.count('.') - 1)}- [`{name}`]({page}): {first_sentence(files[page])}"
-        )
+        indent = "    " * (name.count(".") - name.startswith("kvlinker."))
+        listed.append(f"{indent}- [`{name}`]({page}): {first_sentence(files[page])}")
         text = f"---\ntitle: {name.rpartition('.')[2]}\n---\n\n# {name}\n\n::: {name}\n"
         (REFERENCE / page).parent.mkdir(parents=True, exist_ok=True)
         (REFERENCE / page).write_text(text, encoding="utf-8")

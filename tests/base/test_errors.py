@@ -20,7 +20,7 @@ from kvlinker.base.errors import (
 from tests.doors.http.serving import Served
 
 ROUTE = re.compile(r"(GET|POST|DELETE|PATCH) /|/v1/")
-ABOVE = ("doors/http/", "doors/vllm_server/", "cli/", "quality/")
+ABOVE = ("doors/http/", "cli/", "quality/")
 
 
 def strings_below_the_server() -> Iterator[tuple[str, str]]:

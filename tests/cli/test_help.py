@@ -59,6 +59,8 @@ def test_help_shows_what_is_written(everything: dict[str, Any], subtests: pytest
             for paragraph in (command.help or "").split("\n\n"):
                 assert written(paragraph) in shown
             for parameter in command.params:
+                if getattr(parameter, "hidden", False):
+                    continue
                 assert written(getattr(parameter, "help", None)) in shown
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kvlinker.base.installing import install_command
 from kvlinker.cli import app
+from kvlinker.engines.contract import joining
 from kvlinker.linking import known_policies
 
 runner = CliRunner()
@@ -38,18 +40,14 @@ def test_policies_are_listed_as_json() -> None:
     assert listed == [policy.describe() | supported for policy in known_policies().values()]
 
 
-def test_policies_that_the_engine_cannot_follow_say_so() -> None:
-    listed = json.loads(runner.invoke(app, ["policies", "--json", "--engine", "vllm"]).output)
-    supported = {
-        policy["name"]: (policy["supported"], policy["restriction"] is None) for policy in listed
-    }
-    assert supported["legolink"] == supported["h2o"] == supported["query"] == (True, True)
-    assert supported["cacheblend-auto"] == (False, False)
-    assert supported["cacheblend"] == supported["cachecraft"] == (True, False)
-    (auto,) = (policy["restriction"] for policy in listed if policy["name"] == "cacheblend-auto")
-    assert "a forecast" in auto
-    shown = runner.invoke(app, ["policies", "--engine", "vllm"], env={"COLUMNS": "400"}).output
-    assert "which the vllm engine does not offer" in shown
+@pytest.mark.parametrize("command", ["policies", "serve"])
+def test_an_engine_that_is_not_installed_names_its_extra(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "entry_points", lambda **_: ())
+    run = runner.invoke(app, [command, "--engine", "vllm"], env={"COLUMNS": "400"})
+    assert run.exit_code == 2 if command == "policies" else 1
+    assert f"The engine vllm is not installed here. Run {install_command('vllm')}" in run.output
 
 
 @pytest.fixture

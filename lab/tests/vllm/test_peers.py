@@ -10,7 +10,7 @@ from lab.tests.test_peers import CASES, LINKED_CASES, task_for
 
 from kvlinker_lab.peers.worker import measure
 from tests.doors.http.serving import tiny_model
-from tests.engines.vllm.conftest import HEAD_DIM, vllm_settings
+from vllm_tests.conftest import HEAD_DIM, vllm_settings
 
 __all__ = ["vllm_settings"]
 

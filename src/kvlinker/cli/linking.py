@@ -208,9 +208,10 @@ def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
     """Return the function that says why the engine of this name cannot follow a policy; the
     embedded one follows all."""
     if engine == "vllm":
-        from kvlinker.engines.vllm.protocol.transfer_plan import unsupported
+        from kvlinker.engines.contract.joining import joining_engine
 
-        return unsupported
+        with failures(BAD_USAGE):
+            return joining_engine(engine).unsupported
     return lambda policy: None
 
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from kvlinker.cli.console import BAD_USAGE, fail, failures
+from kvlinker.engines.contract.joining import is_installed
 from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, read_settings
 from kvlinker.settings.audit import AuditSettings
 from kvlinker.settings.engine import EngineSettings
@@ -140,6 +141,7 @@ def _option(name: str, field: FieldInfo) -> Parameter:
         show_default=_shown_default(field),
         metavar=_METAVARS.get(field.annotation, "TEXT"),
         rich_help_panel=_panel(name),
+        hidden=name == "vllm_options" and not is_installed("vllm"),
     )
     return _parameter(name, Annotated[kind | None, option])
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from kvlinker.doors.client.builders import BuilderClient
 from kvlinker.doors.http.app import create_app
+from kvlinker.engines.contract.joining import joining_engine
 from kvlinker.llm import LLM
 from kvlinker.settings import Settings
 
@@ -39,7 +40,5 @@ def create_server(
     ``provider`` takes the traces; ``failure`` says why another model is not served."""
     app = create_app(llm, settings, provider, failure)
     if settings.engine == "vllm":
-        from kvlinker.doors.vllm_server.other_routes import add_other_routes
-
-        add_other_routes(app, llm.engine, settings)
+        joining_engine(settings.engine).add_routes(app, llm.engine, settings)
     return app

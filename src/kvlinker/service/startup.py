@@ -17,6 +17,7 @@ from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.contract.gguf_unpacking import with_folder
+from kvlinker.engines.contract.joining import joining_engine
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -131,9 +132,10 @@ def engine_source(
     """
     Catalog(settings.catalog_place, load_cipher(settings.encryption_key)).close()
     if settings.engine == "vllm":
-        from kvlinker.engines.vllm.frontend.source import own_vllm
-
-        return own_vllm(with_folder(settings, report))
+        source: EngineSource = joining_engine(settings.engine).make_source(
+            with_folder(settings, report)
+        )
+        return source
     began = time.monotonic()
     loaded = load_model(settings, report)
     logger.info("The model is loaded and checked (%.1f s).", time.monotonic() - began)

@@ -21,6 +21,7 @@ from kvlinker.cli.options import settings_options
 from kvlinker.cli.running import announced
 from kvlinker.doors.client import Client
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
+from kvlinker.engines.contract.joining import joining_engine
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
 from kvlinker_fleet.ray_serve.environment import prepare
@@ -169,9 +170,7 @@ def _shared_out(settings: Settings, options: FleetOptions, port: int) -> FleetOp
     if settings.api_keys and not settings.admin_keys:
         own["admin_keys"] = (secrets.token_urlsafe(32),)
     if settings.engine == "vllm":
-        from kvlinker.engines.vllm.frontend.configuration import shared_options
-
-        own["vllm_options"] = shared_options(settings, shares)
+        own |= joining_engine(settings.engine).shared_settings(settings, shares)
     cpus = options.cpus or settings.threads or max(1, machine.processors() // shares)
     return options.model_copy(update={"cpus": cpus, "settings": options.settings | own})
 

@@ -17,15 +17,6 @@ from vllm.model_executor.models import registry
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.vllm.adapter import require_linkable
-from kvlinker.engines.vllm.adapter.configurations import movable_length
-from kvlinker.engines.vllm.protocol.signature import PlanSigner
-from kvlinker.engines.vllm.protocol.transfer_plan import (
-    TransferPlan,
-    outcome_of,
-    plan_capture,
-    plan_transfer,
-)
 from kvlinker.linking import make_plan, parse_policy
 from kvlinker.linking.evidence import Evidence
 from kvlinker.llm import LLM, ContentPart
@@ -34,6 +25,15 @@ from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import load_settings
 from kvlinker_lab.models.small_models import SMALL, small_model
 from kvlinker_lab.models.verdicts import Verdict, failure
+from kvlinker_vllm.adapter import require_linkable
+from kvlinker_vllm.adapter.configurations import movable_length
+from kvlinker_vllm.protocol.signature import PlanSigner
+from kvlinker_vllm.protocol.transfer_plan import (
+    TransferPlan,
+    outcome_of,
+    plan_capture,
+    plan_transfer,
+)
 
 TEXTS = (
     "The harbour of Varna lies below the old town, and its cranes work at night as well. " * 2,

@@ -1,0 +1,62 @@
+"""Chunks that vLLM's workers have computed and written get to where other servers find them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+from tests.store.store_chunks import chunk_kv, same_kv, sized
+
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.store import open_store
+from kvlinker.store.format.encryption import NOT_SEALED
+from kvlinker_vllm.frontend.chunk_provider import ChunkProvider
+from kvlinker_vllm.frontend.client import VLLMClient
+from kvlinker_vllm.protocol.transfer_plan import TransferOutcome, TransferPlan
+from kvlinker_vllm.worker.worker_chunks import WorkerChunks
+
+PLENTY = 1 << 24
+COMPUTED = chunk_kv(1)
+
+
+class Workers:
+    """vLLM's, for which any chunk is ``COMPUTED``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
+        self.loop = loop
+        self._chunks = WorkerChunks(folder, memory_bytes=0, sealing=NOT_SEALED)
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: object) -> Any:
+        return await asyncio.to_thread(work, *arguments)
+
+    async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
+        assert transfer.capture is not None
+        return TransferOutcome(linked=self._chunks.put(transfer.capture.key, COMPUTED))
+
+
+def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"object_url": f"file://{tmp_path}/shared"}
+    chunk = Chunk((1, 2, 3))
+
+    async def computed() -> str:
+        provider = ChunkProvider(
+            cast(VLLMClient, Workers(asyncio.get_running_loop(), own.state_dir / "chunks")),
+            store,
+            fingerprint="model",
+            token_bytes=64,
+            longest=100,
+        )
+        await provider.cache(chunk, "tenant")
+        return provider.key(chunk, "tenant")
+
+    own = sized(tmp_path / "own", 0, PLENTY, **shared)
+    with closing(open_store(own, Events())) as store:
+        key = asyncio.run(computed())
+        store.flush()
+    other = sized(tmp_path / "other", 0, PLENTY, **shared)
+    with closing(open_store(other, Events())) as store:
+        assert same_kv(store.get(key), COMPUTED)

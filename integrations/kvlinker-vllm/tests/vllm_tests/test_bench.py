@@ -1,0 +1,60 @@
+"""The benchmark on a tiny model reports what it promises; its figures are not looked at."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.doors.http.serving import tiny_model
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.quality.bench.harness.subject import MeasuredModel
+from kvlinker.quality.bench.vllm_ttft import AGAIN, COLUMNS, REORDERED, run_vllm_ttft
+from vllm_tests.conftest import HEAD_DIM
+
+
+@pytest.mark.whole
+def test_rows_say_what_was_measured(vllm_settings):
+    subject = MeasuredModel(
+        "tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1}
+    )
+    policies = ["full", "naive", "legolink-4", "query-5", "cacheblend-40-onestep"]
+    told: list[str] = []
+
+    def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
+        told.append(what)
+
+    rows = run_vllm_ttft(
+        subject, vllm_settings, [Workload(3, 40, 9)], policies, repeat=1, progress=progress
+    )
+    assert [row["policy"] for row in rows] == [*policies, AGAIN, REORDERED]
+    full, naive, lego, query, blend, again, reordered = rows
+    assert {row["engine"] for row in rows} == {"vllm"}
+    assert {row["context_tokens"] for row in rows} == {129}
+    assert [row["recomputed_tokens"] for row in rows[:3]] == [120, 0, 8]
+    assert query["recomputed_tokens"] == 4
+    assert 8 < blend["recomputed_tokens"] < 120
+    assert full["speedup"] == 1
+    assert naive["speedup"] == pytest.approx(full["ttft_ms"] / naive["ttft_ms"])
+    assert all(
+        row[name] > 0 for row in (naive, lego) for name in ("idle_itl_ms", "itl_ms", "busy_ttft_ms")
+    )
+    assert all(row["ttft_ms"] > 0 and row["itl_ms"] is None for row in (again, reordered))
+    assert all(name in row for row in rows for name in COLUMNS)
+    assert any("blend" in text for text in told)
+
+
+@pytest.mark.whole
+def test_chunks_can_be_read_from_the_disk(vllm_settings):
+    subject = MeasuredModel(
+        "tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1}
+    )
+    (row,) = run_vllm_ttft(
+        subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="disk"
+    )
+    assert (row["tier"], row["recomputed_tokens"]) == ("disk", 0)
+    assert row["ttft_ms"] > 0
+    with pytest.raises(InvalidRequestError, match="host or disk, not from 'redis'"):
+        run_vllm_ttft(
+            subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="redis"
+        )

@@ -1,5 +1,0 @@
-"""kvlinker inside vLLM: a KV connector that links, and an engine for kvlinker's server over vLLM's.
-
-Only ``adapter`` and its results touch vLLM; everything else here works on plain values. Nothing
-imports vLLM until an engine or a connector is made.
-"""
