@@ -22,7 +22,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvlinker.base.errors import AuthenticationError, KVLinkerError, WayOut
+from kvlinker.base.errors import AuthenticationError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.address import is_loopback
 from kvlinker.doors.http.edge.draining import PROBES
@@ -163,4 +163,7 @@ class KeyCheck:
         return found
 
 
-_UNKNOWN_KEY = AuthenticationError(f"Missing or unknown API key. {WayOut.KEY}")
+_UNKNOWN_KEY = AuthenticationError(
+    "Missing or unknown API key. Send 'Authorization: Bearer <key>' or 'x-api-key: <key>', which"
+    " api_key of a client and --api-key of a command do."
+)

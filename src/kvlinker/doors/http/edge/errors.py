@@ -33,7 +33,6 @@ from kvlinker.base.errors import (
     KVLinkerError,
     ModelLoadingError,
     OverloadedError,
-    in_words_of,
     shortened,
 )
 from kvlinker.base.types.limits import MAX_MESSAGE_CHARACTERS
@@ -334,7 +333,7 @@ def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
-    text = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
+    text = shortened(message, MAX_MESSAGE_CHARACTERS)
     return ErrorBody(error=ErrorDetails(message=text, type=kind, param=param, code=code))
 
 
