@@ -1,8 +1,7 @@
-"""Rules under which each element of a state fades by itself: Mamba 1's, and the RG-LRU's."""
+"""Rules under which each element of a state fades by itself: Mamba 1's."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,14 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kvlinker.engines.embedded.model.states.rules import (
-    Effect,
-    Gates,
-    Mixed,
-    Rule,
-    RuleCall,
-    Seam,
-)
+from kvlinker.engines.embedded.model.states.rules import Rule
 
 
 class SelectiveScan(Rule):
@@ -33,7 +25,6 @@ class SelectiveScan(Rule):
         arguments: Mapping[str, Any],
         changed: Mapping[str, Tensor],
         state: Tensor | None,
-        seam: Seam,
     ) -> tuple[Tensor, Tensor]:
         given = {name: part.transpose(1, 2) for name, part in changed.items()}
         output, last = function(**{**arguments, **given, "z": None, self.final: True})
@@ -60,37 +51,3 @@ def _fading(arguments: Mapping[str, Any], dt: Tensor) -> Tensor:
     if arguments.get("delta_softplus"):
         dt = F.softplus(dt)
     return torch.exp(arguments["A"].float()[:, None] * dt.float().cumsum(-1)[..., None])
-
-
-class RealGated(Rule):
-    """The RG-LRU's: the function is a module's whole ``forward``, made of what is convolved. The
-    module holds the state, and the first token of a text enters it unscaled."""
-
-    def scan(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        changed: Mapping[str, Tensor],
-        state: Tensor | None,
-        seam: Seam,
-    ) -> tuple[Tensor, Tensor]:
-        activations = changed[self.written]
-        positions = torch.ones(activations.shape[:2], dtype=torch.long, device=activations.device)
-        if seam.begins is not None:
-            positions[:, 0] = ~seam.begins
-        module = copy.copy(arguments["self"])  # which other threads use
-        module.recurrent_states = None if state is None else state[:, 0, :, 0]
-        output = function(module, activations.to(module.input_gate_weight.dtype), positions)
-        return output, module.recurrent_states[:, None, :, None].float()
-
-    def effect(
-        self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam
-    ) -> Effect:
-        """Return the map. A state's decay is computed from what is written, so the factor is the
-        difference that a unit state makes."""
-        nothing = mixed[0].new_zeros(1, mixed[0].shape[-1], 1, dtype=torch.float32)
-        unit, offset = (torch.ones_like(nothing), nothing) if before is None else before
-        states = torch.stack([nothing, unit.float(), offset.float()])
-        several = tuple(part.expand(len(states), *part.shape[1:]) for part in mixed)
-        none, one, whole = call.scan(several, gates, states, seam)[1]
-        return Effect(one - none, whole)

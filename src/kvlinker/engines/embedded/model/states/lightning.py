@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvlinker.engines.embedded.model.states.rules import Rule, Seam
+from kvlinker.engines.embedded.model.states.rules import Rule
 
 
 class LightningAttention(Rule):
@@ -23,7 +23,6 @@ class LightningAttention(Rule):
         arguments: Mapping[str, Any],
         changed: Mapping[str, Tensor],
         state: Tensor | None,
-        seam: Seam,
     ) -> tuple[Tensor, Tensor]:
         hidden = changed[self.written]
         given = {**arguments, **changed, "past_key_values": None}
