@@ -205,24 +205,26 @@ class RecordingRoom:
         self._lock = threading.Lock()
         self.used_bytes = 0
 
-    def take(self, nbytes: int) -> bool:
-        """Take so many bytes; False, and none are taken, where they are not there."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve ``nbytes``. Return False, and reserve nothing, if less is free."""
         with self._lock:
             if self.used_bytes + nbytes > self._budget_bytes:
                 return False
             self.used_bytes += nbytes
             return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Give so many bytes back."""
+    def free(self, nbytes: int) -> None:
+        """Free ``nbytes``."""
         with self._lock:
             self.used_bytes -= nbytes
 
 
 class AnswerCapture:
-    """Collects the KV of generated tokens, as many as there come to be: it is a second copy, as
-    the pool's keys are rotated. Without room for one more it gives all up. The room lasts as long
-    as the capture."""
+    """Collects the KV of generated tokens, as a second copy, since the pool's keys are rotated.
+
+    If there is no room for one more token, it drops all of them. It frees its room when it is
+    deleted.
+    """
 
     def __init__(self, layers: int, start: int, room: RecordingRoom) -> None:
         """``start`` is the position of the first of them."""
@@ -235,23 +237,23 @@ class AnswerCapture:
     def record(self, layer: int, start: int, kv: LayerKV) -> None:
         parts = self._parts[layer]
         while parts and parts[-1].start >= start:  # computed again after a preemption
-            self._give_back(parts.pop().kv.nbytes)
+            self._free(parts.pop().kv.nbytes)
         nbytes = kv.nbytes
-        if self._refused or not self._room.take(nbytes):
+        if self._refused or not self._room.reserve(nbytes):
             self._refused = True
             for parts in self._parts:
                 parts.clear()
-            self._give_back(self._nbytes)
+            self._free(self._nbytes)
             return
         self._nbytes += nbytes
         parts.append(_Part(start, LayerKV.of_parts([part.clone() for part in kv.parts])))
 
     def __del__(self) -> None:
-        self._give_back(self._nbytes)
+        self._free(self._nbytes)
 
-    def _give_back(self, nbytes: int) -> None:
+    def _free(self, nbytes: int) -> None:
         self._nbytes -= nbytes
-        self._room.give_back(nbytes)
+        self._room.free(nbytes)
 
     @property
     def tokens(self) -> int:

@@ -361,7 +361,7 @@ class LayerDeviations:
     its chunks."""
 
     positions: NDArray[np.int64]
-    """Those of the active tokens, ascending: [active]."""
+    """The positions of the active tokens, ascending: [active]."""
 
     chunks: Sequence[SharedChunk]
     layers: Sequence[LayerKV]

@@ -145,8 +145,8 @@ class PrefixTree:
     def expect(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
     ) -> None:
-        """Expect a prompt that begins as this one within so many ``seconds``: until then, it is
-        given up last of its tenant's, and afterwards first."""
+        """Expect a prompt that begins as this one within ``seconds``. Until then, it is evicted
+        last of its tenant's prefixes, and afterwards first."""
         root = self._roots.get(tenant)
         if root is not None:
             until = self._clock() + seconds
@@ -198,11 +198,12 @@ class PrefixTree:
         self._touch(self._follow(path.tenant, items))  # behind what was divided off
 
     def evict(self, slots: int) -> None:
-        """Give up prefixes until so many slots are free, or none is left that would free any."""
+        """Evict prefixes until ``slots`` slots are free. Stop early if no other prefix would free
+        any."""
         for node in eviction_order(self._used, self._allocator, self._clock()):
             if self._allocator.free >= slots:
                 break
-            self._give_up(node)
+            self._evict_node(node)
         self._sweep()
 
     def leave(self, seconds: float) -> None:
@@ -398,7 +399,7 @@ class PrefixTree:
             self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
         )
 
-    def _give_up(self, node: PrefixNode) -> None:
+    def _evict_node(self, node: PrefixNode) -> None:
         """Take a node without children in the pool out of that: its KV goes to disk, or the node
         goes with all that stands after it."""
         if not self._write(node):

@@ -1,5 +1,4 @@
-"""A program as native code takes it: with the addresses of its weights, and of memory for so many
-tokens."""
+"""Binds a program to the addresses of its weights, and of the memory for the tokens of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class BoundProgram:
-    """A program with memory for so many rows, as step.cpp takes it."""
+    """A program with memory for up to ``rows`` rows, in the form of step.cpp."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class BoundProgram:
         return memory.view(rows, place.row).to(torch.float32, copy=True)
 
     def part(self, step: NativeStep, begin: int, end: int) -> NativeStep:
-        """Have a step compute the operations [begin, end) only, and return it."""
+        """Return the step, set to compute the operations [begin, end) only."""
         step.operations = ctypes.addressof(self.operations[begin]) if begin < end else None
         step.count = end - begin
         return step
@@ -219,7 +218,7 @@ def address_of(function: native.Function) -> int | None:
 
 
 class CallRows(ctypes.Structure):
-    """What step.cpp fills in before it calls a function."""
+    """The arguments that step.cpp fills in before it calls a function."""
 
     _fields_ = (("rows", ctypes.c_int64), ("threads", ctypes.c_int64))
 

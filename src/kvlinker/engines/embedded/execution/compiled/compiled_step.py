@@ -62,7 +62,7 @@ class _Workspace:
     """Memory in which one pass at a time is computed: it grows with the tokens of a pass."""
 
     def __init__(self, bind: Callable[[int], BoundProgram], table: SegmentTable) -> None:
-        """``bind`` makes memory for so many tokens."""
+        """``bind`` allocates memory for a number of tokens."""
         self._bind = bind
         self.table = table
         self.bound = bind(FEWEST_ROWS)

@@ -25,7 +25,7 @@ class ConvolutionCall:
 
     function: Callable[..., Tensor]
     hidden: Tensor
-    """What is convolved: [1, channels, tokens]."""
+    """The input of the convolution: [1, channels, tokens]."""
 
     weight: Tensor
     """[channels, width]."""
@@ -34,7 +34,7 @@ class ConvolutionCall:
     """Bias and activation."""
 
     rules: tuple[Rule, ...]
-    """Those that the modeling module has: one of them is applied to what is convolved, or none."""
+    """The rules of the modeling module. The model applies one of them to the output, or none."""
 
     @property
     def is_taken_apart(self) -> bool:

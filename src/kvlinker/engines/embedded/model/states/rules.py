@@ -22,7 +22,7 @@ Gates = tuple[Tensor, ...]
 
 
 class Effect(NamedTuple):
-    """What tokens do to any state: S → factor · S + offset."""
+    """The effect of tokens on any state: S → factor · S + offset."""
 
     factor: Tensor
     """[heads, rows, rows], or one number for each head, [heads, 1, 1], or for each element."""
@@ -132,7 +132,7 @@ class RuleCall:
     rule: Rule
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
-    """What the model hands over, by name."""
+    """The arguments that the model passes, by name."""
 
     @property
     def mixed(self) -> Mixed:
