@@ -16,8 +16,8 @@ LONGEST_MISSPELT = 64
 
 
 class WayOut(Enum):
-    """What callers can do about an error, in the words of each door. In a message it stands in
-    those of Python, until ``in_words_of`` puts another door's in their place."""
+    """The remedies that error messages name, in the words of each door. An error is raised in the
+    words of Python; ``in_words_of`` replaces them by another door's."""
 
     CREATE = (
         "Create it again with generate_context_cache().",
@@ -97,7 +97,7 @@ class KVLinkerError(Exception):
 
 
 class InvalidRequestError(KVLinkerError):
-    """The caller's input is wrong; the message says what is allowed."""
+    """The caller's input is invalid; the message names the allowed values."""
 
     status = 400
     type = "invalid_request_error"

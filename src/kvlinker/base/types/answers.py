@@ -47,8 +47,8 @@ class Usage:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
 
     def without(self, missed: int) -> Usage:
-        """Return the usage if so many tokens, computed by an earlier request, are gone and have to
-        be computed."""
+        """Return the usage after ``missed`` tokens of an earlier request's KV were evicted and are
+        computed again."""
         return replace(
             self,
             cached_tokens=self.cached_tokens - missed,
@@ -65,8 +65,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """The log probabilities of the tokens after a prompt's last chunk, each given all tokens before
-    it, in nats.
+    """The log probabilities, in nats, of the tokens after a prompt's last chunk, each given all
+    tokens before it.
 
     The first of them is left out: what stands before it is a chunk, whose last token a policy may
     not compute. Prompts without chunks are scored from their second token on. ``token_ids`` and

@@ -40,10 +40,10 @@ class TextSource(StrEnum):
     """Its author marked it."""
 
     DOCUMENT = "document"
-    """It came as a document, apart from the messages."""
+    """It is a document, outside the messages."""
 
     RECOGNITION = "recognition"
-    """Nobody said so: it is known, or comes again."""
+    """It equals a known text, or was in an earlier prompt; its author did not mark it."""
 
     STRUCTURE = "structure"
     """It is a piece of the prompt by the prompt's own structure."""
@@ -81,7 +81,7 @@ class Implicit(StrEnum):
     """Marked texts and documents."""
 
     OFF = "off"
-    """None: marks mean nothing."""
+    """No text; marks are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
