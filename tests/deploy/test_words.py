@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ROOTS = (ROOT / "src", ROOT / "lab" / "src")
 
 BEGINNINGS = re.compile(
-    r"(?:Who|Whoever|What|Whatever|Is|Are|Has|Have|Of|Those|That|It|They|These|One)\b"
+    r"(?:Who|Whoever|What|Whatever|Is|Are|Has|Have|Of|Those|That|It|They|These)\b"
 )
 """First words of docstrings that hide the actor or the verb."""
 

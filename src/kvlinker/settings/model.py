@@ -99,7 +99,7 @@ class ModelSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """The model's name in the API, of which it may have several: the first of them."""
+        """The first of the model's names in the API."""
         return self.served_names[0]
 
     @property

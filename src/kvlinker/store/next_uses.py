@@ -92,7 +92,7 @@ class NextUses:
                     self._disown(*self._owners.popitem(last=False))
 
     def expect(self, owner: str, plan: str, seconds: Mapping[str, float]) -> None:
-        """Expect uses of the owner's chunks in so many ``seconds``, by key, in place of all that
+        """Predict the next use of the owner's chunks in ``seconds``, by key, in place of all that
         this plan expected. Chunks of other owners, shared ones too, do not count."""
         now = self._clock()
         with self._lock:

@@ -1,4 +1,4 @@
-"""Keeps the KV of prefixes on disk that an engine's pool gives up, until prompts begin with them
+"""Keeps the KV of prefixes on disk that an engine's pool evicts, until prompts begin with them
 again, in the next process, too."""
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class SpilledPrefixes:
         return self._writer.get(key) is not None or self._tier.contains(key)
 
     def pays(self, nbytes: int, seconds: float) -> bool:
-        """Return whether reading so many bytes is expected to take no longer than computing them,
-        which takes so many ``seconds``; True if that is not known, or was not measured lately."""
+        """Return whether reading ``nbytes`` bytes is expected to take no longer than computing
+        them, which takes ``seconds``; True if that is not known, or was not measured lately."""
         return self._bandwidths.worth_loading(NAME, nbytes, seconds)
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether there is room for KV of so many bytes, on disk and among what waits to be
-        written."""
+        """Return whether there is room for ``nbytes`` bytes of KV, on disk and among what waits to
+        be written."""
         return nbytes <= self._tier.budget_bytes and self._writer.takes(nbytes)
 
     def add(self, key: str, kv: ChunkKV) -> bool:
@@ -111,8 +111,8 @@ class SpilledPrefixes:
         return self._writer.add(key, kv)
 
     def load(self, keys: Sequence[str], seconds: float) -> list[Future[KV | None]]:
-        """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each
-        future gets it whole, or None if it is gone, damaged, or late."""
+        """Load the KV of one prompt's keys, which would take ``seconds`` to compute: each future
+        gets it whole, or None if it is gone, damaged, or late."""
         chunks = {key: ChunkLoad(key, partial(self._open, key)) for key in keys}
         if chunks:
             self._loader.load(list(chunks.values()), Urgency(prefill=seconds))

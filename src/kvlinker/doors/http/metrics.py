@@ -1,4 +1,5 @@
-"""Prometheus metrics. Counters follow the events of engine and store; gauges are read at each scrape."""
+"""Prometheus metrics. Counters follow the events of engine and store, and gauges are read at each
+scrape."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class AnswerForm:
         return self.reasoning is not None and all(mark in self.marks for mark in self.reasoning)
 
     def limited(self, most_reasoning: int | None) -> AnswerForm:
-        """Return the form of answers that reason in at most so many tokens."""
+        """Return the form of answers that reason in at most ``most_reasoning`` tokens."""
         return replace(self, most_reasoning=most_reasoning)
 
     def without_bare_calls(self) -> AnswerForm:

@@ -83,7 +83,7 @@ class Choices:
             handle.cancel()
 
     def fail(self, error: KVLinkerError) -> None:
-        """Have ``events`` end with an error. Belongs to the event loop."""
+        """End ``events`` with an error. Called in the event loop."""
         self._events.put_nowait((0, Failed(error)))
         self.cancel()
 

@@ -43,8 +43,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def prompt_body_bytes(max_tokens: int) -> int:
-    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of
-    ``max_tokens`` tokens."""
+    """Return the limit of bodies that hold only prompts, for a window of ``max_tokens`` tokens."""
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
 
 
