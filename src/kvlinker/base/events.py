@@ -138,7 +138,7 @@ class RequestFinished:
     reason: str
     cached_tokens: int
     exact_cached_tokens: int
-    """Those of ``cached_tokens`` that an earlier request computed in just this sequence."""
+    """The part of ``cached_tokens`` that an earlier request computed in the same sequence."""
 
     recomputed_tokens: int
     fresh_tokens: int

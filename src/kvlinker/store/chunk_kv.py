@@ -99,7 +99,7 @@ class ChunkState:
     """
 
     mixed: torch.Tensor
-    """What enters the convolution: [rows, channels], a row for each token of the edges, and for
+    """The inputs of the convolution: [rows, channels], a row for each token of the edges, and for
     those before the last one that its convolution sees."""
 
     gates: tuple[torch.Tensor, ...]

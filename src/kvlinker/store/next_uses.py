@@ -39,8 +39,8 @@ class _Due(NamedTuple):
 
 
 class _Uses:
-    """The expected uses of one chunk, by plan. The first of them is looked for again only once it
-    is over, or another is: evictions ask for many chunks at a time."""
+    """The predicted uses of one chunk, by plan. The earliest use is cached until a use is over,
+    because evictions look at many chunks at a time."""
 
     __slots__ = ("_first", "plans")
 

@@ -32,10 +32,11 @@ NAME = "prefixes"
 """The name of the files' folder in the disk tier's, and of the tier that they are in events."""
 
 LEFT = "left-"
-"""What the name of a folder begins with that a process has left for the next one with its model."""
+"""The beginning of the name of a folder that a process left for the next process with its model."""
 
 LEFT_SECONDS = 7 * 24 * 3600.0
-"""The time after which such a folder is removed, if no process has taken it over."""
+"""The seconds, a week, after which such a folder is removed if no process has taken it over; chosen
+by hand."""
 
 WRITE_QUEUE_BYTES = 256 << 20
 """The most bytes that wait in memory to be written; what would exceed them is not kept."""
@@ -77,7 +78,7 @@ class SpilledPrefixes:
         self._events = events
         self._tier = disk.beside(self._folder.path, NAME)
         self.note = self._tier.read_note()
-        """What the process that left the files said of them; None if there are none."""
+        """The note of the process that left the files; None if there are none."""
 
         unknown = self._tier.keys() if self.note is None else self._tier.unused_for(LEFT_SECONDS)
         for key in unknown:

@@ -40,13 +40,13 @@ class TextSource(StrEnum):
     """Its author marked it."""
 
     DOCUMENT = "document"
-    """It is a document, outside the messages."""
+    """The text is a document, outside the messages."""
 
     RECOGNITION = "recognition"
-    """It equals a known text, or was in an earlier prompt; its author did not mark it."""
+    """The text is known, or was in an earlier prompt, without a mark by its author."""
 
     STRUCTURE = "structure"
-    """It is a piece of the prompt by the prompt's own structure."""
+    """The text is a piece of the prompt by the prompt's own structure."""
 
 
 @dataclass(frozen=True, slots=True)

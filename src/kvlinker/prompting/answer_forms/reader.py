@@ -79,8 +79,8 @@ class AnswerReader:
     ) -> None:
         """``reasoning`` are the texts around it, None if there is none. ``tools`` are the names of
         functions that may be called. ``begun`` is the part of the answer that the prompt already
-        has. ``only_calls``: apart from reasoning there is no text. ``most_calls``: the answer is
-        over after so many."""
+        has. ``only_calls``: apart from reasoning there is no text. ``most_calls``: the calls after
+        which the answer is over."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls
         self._trigger = calls.trigger if tools else None

@@ -5,7 +5,7 @@ A few threads read, a layer at a time: the oldest prompt first, and of its chunk
 least has been read, so that a prompt's chunks advance in step. A chunk that several prompts want is
 read once; each of them gets an ``ArrivingKV`` of its own.
 
-One watch ends late reads. A prompt past its deadline gives up the chunks that it waits for. A read
+One watch ends late reads. A prompt past its deadline cancels the chunks that it waits for. A read
 that does not return is left to itself: its chunk is lost to all who want it, and another thread
 takes its thread's place.
 """

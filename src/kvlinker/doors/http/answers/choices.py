@@ -54,7 +54,7 @@ class Choices:
         self.tenant = asked.tenant
         self.began = time.monotonic()
         self.output_tokens = 0
-        """Of all choices so far."""
+        """Counted over all choices so far."""
         self._count = len(asked.prompts) * n
         self._inbox = inbox_of(loop)
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()

@@ -52,8 +52,8 @@ class BodyLimits:
     complete in time.
 
     ``sizes`` are in bytes by path; bodies of other paths have ``MAX_BODY_BYTES``. Nothing is read
-    of a body that announces too much. A body has so many ``seconds``, and one more for every
-    ``LEAST_BYTES_PER_SECOND`` bytes that have come.
+    of a body that announces too much. A body has ``seconds``, and one second more for every
+    ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
     """
 
     def __init__(self, app: ASGIApp, sizes: Mapping[str, int], seconds: float) -> None:
