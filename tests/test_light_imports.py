@@ -81,7 +81,7 @@ def test_a_server_imports_no_compiler() -> None:
         [sys.executable, "-c", SERVING], capture_output=True, text=True, timeout=120, check=True
     )
     loaded, compiler = run.stdout.splitlines()
-    assert loaded == " loaded"
+    assert loaded == "loaded"
     assert "_dynamo/__init__.py" in compiler
 
 

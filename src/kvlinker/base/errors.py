@@ -33,7 +33,7 @@ class KVLinkerError(Exception):
 
 
 class InvalidRequestError(KVLinkerError):
-    """The caller's input is wrong; the message says what is allowed."""
+    """The caller's input is invalid; the message names the allowed values."""
 
     status = 400
     type = "invalid_request_error"

@@ -87,7 +87,7 @@ def _nbytes(connection: Connection, chunk_keys: Iterable[str]) -> dict[str, int]
 
 
 def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas: Quotas) -> None:
-    """Check that a tenant may have so many more context caches and bytes of KV. Raises
+    """Check that a tenant may add ``caches`` context caches and ``nbytes`` bytes of KV. Raises
     QuotaExceededError."""
     quota = quotas.of(tenant)
     for what, limit, old, new, setting in (

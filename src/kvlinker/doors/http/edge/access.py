@@ -3,7 +3,7 @@ admin's; for the app and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see
 ``kvlinker.doors.http.edge.address``). With keys, every route asks for ``Authorization: Bearer
-<key>`` or ``x-api-key: <key>``, but for probes, which have no keys (``/health``, ``/live``), the
+<key>`` or ``x-api-key: <key>``. Exempt are probes, which have no keys (``/health``, ``/live``), the
 pages and their files (without any data in them: ``/`` asks its reader for a key) and
 ``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all
 tenants and name none; the last requests are shown to their own tenant, and to admins.
