@@ -211,16 +211,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"head_dim": 16, "block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "recurrent_gemma-states": (
-        "recurrent_gemma",
-        {"num_hidden_layers": 4, "lru_width": 64, "head_dim": 16, "attention_window_size": WINDOW},
-    ),
-    "zaya-convolved-projections": (
-        "zaya",
-        {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "head_dim": 16}
-        | {"sliding_window": WINDOW, "num_experts": 4, "num_experts_per_tok": 1}
-        | {"moe_intermediate_size": 32, "router_hidden_size": 16},
-    ),
     "zamba-states-of-heads": (
         "zamba",
         {"num_hidden_layers": 4, "attention_hidden_size": 128, "attention_head_dim": 32}
@@ -242,11 +232,6 @@ STATES_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 12, "chunk_size": 16},
     ),
-    "rwkv-alone": ("rwkv", {"context_length": 2048, "rescale_every": 2}),
-    "xlstm-alone": (
-        "xlstm",
-        {"num_heads": 4, "embedding_dim": 64, "num_blocks": 3, "chunk_size": 16},
-    ),
 }
 """The families all of whose layers keep states."""
 
@@ -267,11 +252,10 @@ INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 96}
         | {"shared_intermediate_size": 32},
     ),
-    "qwen4_exp-blocks-states-ngrams": (
+    "qwen4_exp-blocks-states": (
         "qwen4_exp_text",
         DELTA
-        | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [1, 3]}
-        | {"ngram_vocab_size_base": 50, "heads_per_ngram": 2, "ple_embed_dim": 16}
+        | {"layer_types": ["linear_attention", "indexed_attention"] * 2}
         | {"hc_count": 2, "hc_lowrank": 8, "num_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
         | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
@@ -317,14 +301,8 @@ WIDE: dict[str, dict[str, Any]] = {
 latents as wide as vLLM takes them on CPUs."""
 
 
-SLOW = {
-    "A_log": (-6, -2),
-    "recurrent_param": (-8, -4),
-    "time_decay": (-7, -4),
-    "fgate_preact.bias": (3, 6),
-    "igate_preact.bias": (-2, 1),
-}
-"""Ranges of the weights by which a state fades by a thousandth to a tenth a token."""
+SLOW = -6, -2
+"""The range of weights ``A_log`` by which a state fades by a thousandth to a tenth a token."""
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
@@ -342,11 +320,8 @@ def tiny_model(family: str, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            slow = next((low for part, low in SLOW.items() if name.endswith(part)), None)
-            if slow is not None:
-                weight.uniform_(*slow, generator=generator)
-            elif "gate_preact.weight" in name or "ple.conv1d" in name:  # which are zeros at first
-                weight.normal_(0, 0.1, generator=generator)
+            if name.endswith("A_log"):
+                weight.uniform_(*SLOW, generator=generator)
             elif "compress" in name:  # pools are no plain means
                 weight.normal_(generator=generator)
             elif weight.ndim == 1:

@@ -59,14 +59,13 @@ def test_answers_and_figures(conversation: Conversation) -> None:
     first = conversation.figures
     assert first is not None
     # the model's own sampling may end an answer early
-    assert first.cached == 0 and 1 <= first.output <= 12
+    assert first.cached == 0
+    assert 1 <= first.output <= 12
     answer(conversation, "And who am I?")
     second = conversation.figures
     assert second is not None
     assert second.prompt > first.prompt + first.output, "what was said is in the prompt"
-    assert re.search(
-        r"prompt \d+ tokens: .* new; first token .* s; answer \d+ tokens", str(second)
-    )
+    assert re.search(r"prompt \d+ tokens: .* new; first token .* s; answer \d+ tokens", str(second))
     conversation.clear()
     answer(conversation, "Who are you?")
     assert conversation.figures is not None

@@ -1,4 +1,4 @@
-"""The glossary names classes where they are, and the page on architecture files that exist."""
+"""The glossary names classes where they are, and the pages on architecture files that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.findall(r"`([\w/.-]+(?:\.py|\.cpp|/))`", (ROOT / "docs" / "architecture.md").read_text())
+PAGES = ("architecture.md", "kernels.md", "states.md")
+NAMED = [
+    name
+    for page in PAGES
+    for name in re.findall(r"`([\w/.-]+(?:\.py|\.cpp|/))`", (ROOT / "docs" / page).read_text())
+]
 PLACES = re.findall(r"`(\w+)` in `([\w/.]+)`", (ROOT / "docs" / "glossary.md").read_text())
 
 FOLDERS = (ROOT / "src" / "kvlinker", *(ROOT / "integrations").glob("kvlinker-*"))

@@ -1,5 +1,5 @@
-"""Has calls of the Python API refuse keyword arguments that they do not take by an error that names
-the nearest one."""
+"""Checks keyword arguments of the Python API: the error for an unknown one names the nearest known
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 def names_arguments(cls: type[C]) -> type[C]:
-    """Check the keyword arguments of a class's public methods, but for methods that take any."""
+    """Check the keyword arguments of a class's public methods. Methods with a ``**`` parameter are
+    left as they are."""
     for name, method in list(vars(cls).items()):
         if isfunction(method) and (name == "__init__" or not name.startswith("_")):
             parameters = signature(method).parameters.values()

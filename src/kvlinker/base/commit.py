@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 _ARCHIVED = "$Format:%h$"
-"""What ``git archive`` puts here, and so what releases have; in a working tree it is a pattern."""
+"""The commit, which ``git archive`` puts here for releases. In a working tree it is a pattern."""
 
 
 def commit() -> str:

@@ -1,78 +1,14 @@
-"""Errors that users see. Each names the value at fault and the way out; the server maps them to
-HTTP."""
+"""Errors that users see. Each names the value at fault and the way out, in words that hold
+for the library, the server and the commands; the server maps them to HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from enum import Enum
-from typing import Literal, Self
-
-Door = Literal["python", "http", "command"]
-"""The ways in: the Python API, in whose words errors are raised, HTTP, and the command line."""
+from typing import Self
 
 LONGEST_MISSPELT = 64
 """The characters of a word beyond which nothing is near it: comparing takes long."""
-
-
-class WayOut(Enum):
-    """What callers can do about an error, in the words of each door. In a message it stands in
-    those of Python, until ``in_words_of`` puts another door's in their place."""
-
-    CREATE = (
-        "Create it again with generate_context_cache().",
-        "Create it again with POST /v1/context_caches.",
-        "`kvlinker ingest` caches files again.",
-    )
-    DELETE = (
-        "expire_cache() deletes one, expire_caches() all with some metadata.",
-        (
-            "DELETE /v1/context_caches/{id} deletes one, DELETE /v1/context_caches all with some"
-            " metadata."
-        ),
-        "`kvlinker caches rm` deletes them.",
-    )
-    SPLIT = (
-        "Shorten it, or split it into chunks with LLM.split() or Client.cache_text().",
-        "Shorten it, or split it into chunks: POST /v1/context_caches takes 'input' with 'split'.",
-        "Shorten it, or split it into chunks, as `kvlinker ingest` does.",
-    )
-    COMPLETE = (
-        "completion() needs no chat template.",
-        "/v1/completions needs no chat template.",
-        "--chat-template gives another.",
-    )
-    KEY = (
-        "Give api_key to Client or AsyncClient.",
-        "Send 'Authorization: Bearer <key>', or 'x-api-key: <key>'.",
-        "Give it by --api-key, or in KVLINKER_API_KEY.",
-    )
-    EMBED = (
-        "Name one: LLM(embedding_model=PATH).",
-        "The operator names one: kvlinker serve --embedding-model PATH.",
-        "--embedding-model names one.",
-    )
-    EXPLAIN = (
-        "explain() explains a prompt without answering it.",
-        "/v1/link/explain explains a prompt without answering it.",
-        "/v1/link/explain explains a prompt without answering it.",
-    )
-
-    def __init__(self, python: str, http: str, command: str) -> None:
-        self.python = python
-        self.http = http
-        self.command = command
-
-    def __str__(self) -> str:
-        return self.python
-
-
-def in_words_of(door: Door, message: str) -> str:
-    """Return an error's message with its way out in the words of a door."""
-    for way in WayOut:
-        for words in way.value:
-            message = message.replace(words, getattr(way, door))
-    return message
 
 
 class KVLinkerError(Exception):
@@ -97,7 +33,7 @@ class KVLinkerError(Exception):
 
 
 class InvalidRequestError(KVLinkerError):
-    """The caller's input is wrong; the message says what is allowed."""
+    """The caller's input is invalid; the message names the allowed values."""
 
     status = 400
     type = "invalid_request_error"
@@ -179,7 +115,7 @@ class ContextCacheNotFoundError(KVLinkerError):
     def __init__(self, cache_id: str) -> None:
         super().__init__(
             f"No context cache {cache_id!r}: it does not exist, has expired or was deleted."
-            f" {WayOut.CREATE}",
+            " Create it again.",
             param="id",
         )
         self.cache_id = cache_id

@@ -1,5 +1,5 @@
-"""Events for listeners (metrics, logs) about the work: the code that does it calls no metric
-itself."""
+"""Events for metrics and logs. Code publishes an event and does not know which listeners count
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChunkLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvicted:
-    """A tier gave up a chunk's KV for want of room."""
+    """A tier evicted a chunk's KV to make room."""
 
     tier: str
     nbytes: int
@@ -47,7 +47,7 @@ class ChunkDamaged:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSpilled:
-    """The KV of so many tokens of a prefix, which the engine's pool gave up, was written to
+    """The KV of ``tokens`` tokens of a prefix, evicted from the engine's pool, was written to
     disk."""
 
     tokens: int
@@ -56,7 +56,7 @@ class PrefixSpilled:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRestored:
-    """The KV of so many tokens of a prefix came back from disk for a prompt."""
+    """The KV of ``tokens`` tokens of a prefix was read from disk for a prompt."""
 
     tokens: int
 
@@ -71,14 +71,14 @@ class TierUnavailable:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitText:
-    """A text that no id names was to be a chunk, for the reason ``source``."""
+    """A text without a context cache's id was to become a chunk, for the reason ``source``."""
 
     source: str
     """``mark``, ``document`` or ``recognition``."""
 
     outcome: Literal["hit", "created", "refused"]
-    """``hit``: there was a context cache of it; ``refused``: there was no room for one, and it
-    stayed text."""
+    """``hit``: the text had a context cache. ``created``: it got one. ``refused``: there was no
+    room for one, so it stayed text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ class ChunkNamed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpared:
-    """A chunk that is expected to be used soon was not evicted: another of its owner's was."""
+    """A chunk whose next use is predicted soon was spared; another chunk of its owner was
+    evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuccessorsForetold:
-    """Of the chunks that were foretold to follow others, so many did, and the ``others`` did
-    not."""
+    """Predicted successors of chunks: ``followed`` of them were used next, ``others`` were not."""
 
     followed: int
     others: int
@@ -108,7 +108,7 @@ class SuccessorsForetold:
 
 @dataclass(frozen=True, slots=True)
 class AnswerKept:
-    """An answer of the tenant's was to be kept: it is ``kept``, or could not be."""
+    """An answer of the tenant was to be kept. ``kept`` is False if that failed."""
 
     tenant: str
     kept: bool
@@ -116,7 +116,7 @@ class AnswerKept:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitEvicted:
-    """So many implicit context caches were removed to make room."""
+    """``count`` implicit context caches were removed to make room."""
 
     count: int
 
@@ -138,7 +138,7 @@ class RequestFinished:
     reason: str
     cached_tokens: int
     exact_cached_tokens: int
-    """Those of ``cached_tokens`` that an earlier request computed in just this sequence."""
+    """The part of ``cached_tokens`` that an earlier request computed in the same sequence."""
 
     recomputed_tokens: int
     fresh_tokens: int

@@ -51,8 +51,8 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
 
 
 def then(found: Future[T], go_on: Callable[[T], Future[R]]) -> Future[R]:
-    """Return a future of what ``go_on`` comes to, which is called with the result of ``found`` in
-    the thread that completes it; or of the failure of either."""
+    """Return a future of the result of ``go_on(found.result())``, or of the failure of either.
+    ``go_on`` runs in the thread that completes ``found``."""
     joined: Future[R] = Future()
 
     def pass_on(other: Future[R]) -> None:
@@ -77,12 +77,8 @@ def or_else(
     otherwise: Callable[[T | None], Future[T]],
     accepts: Callable[[T], bool] = lambda _: True,
 ) -> Future[T]:
-    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that
-    nothing was, or something that ``accepts`` is false for. That, or None, is what ``otherwise`` is
-    called with.
-
-    Both run in the thread that completes ``found``.
-    """
+    """Return a future of the result of ``found`` or, if that is None or ``accepts`` is false for
+    it, of ``otherwise(result)``. Both functions run in the thread that completes ``found``."""
 
     def decide(value: T | None) -> Future[T]:
         return otherwise(value) if value is None or not accepts(value) else resolved(value)

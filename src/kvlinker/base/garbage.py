@@ -1,5 +1,5 @@
-"""Python's collector of cyclic garbage, while many objects are made that all stay: it would look at
-them again and again, which takes as long as making them."""
+"""Pauses Python's collector of cyclic garbage while many lasting objects are made. The collector
+would inspect them again and again, which takes as long as making them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect nothing in the block, which imports modules in a process of the command, and let
-    later collections leave out what is there then."""
+    """Collect nothing while the block imports modules of a command; later collections skip the
+    objects that exist at its end."""
     with collector_paused():
         yield
     gc.freeze()

@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extra: str) -> str:
-    """Return what a user types to install ``extra``: pip's command, or in a checkout that of its
-    environment, which keeps the checkout's code."""
+    """Return the command that installs ``extra``: pip's or, in a checkout, one that keeps the
+    checkout's code."""
     checkout = _checkout()
     if checkout is None:
         return f"pip install 'kvlinker[{extra}]'"

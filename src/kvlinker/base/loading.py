@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 Report = Callable[[str, float], None]
-"""Takes what is being done, such as ``reading``, and the share of all work that is done: 0 to 1."""
+"""A function of the current stage, such as ``reading``, and the finished share of all work, 0 to
+1."""
 
 
 def unreported(_what: str, _share: float, /) -> None:
@@ -24,14 +25,16 @@ def part_of(report: Report, begin: float, end: float) -> Report:
 
 
 IMPORTED = 0.2
-"""The share of the work that is done when all code is imported."""
+"""The share of a model's loading (0 to 1) that is finished when all code is imported; chosen by
+hand."""
 
 LEAST_SHARE = 0.05
-"""The least share of the work by which the rest is predicted."""
+"""The finished share of the work (0 to 1) from which the remaining time is predicted; chosen by
+hand."""
 
 
 class Loading:
-    """Keeps how far a model is loaded. Any thread may report, and ask."""
+    """Keeps the progress of loading a model. Any thread may report and read it."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -44,8 +47,8 @@ class Loading:
 
     @property
     def seconds_left(self) -> int | None:
-        """The seconds that the rest takes, as fast as the work went until now; None while that is
-        not known."""
+        """The remaining seconds at the present speed; None while too little is finished to predict
+        them."""
         _, share = self._now
         if share < LEAST_SHARE:
             return None

@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 class LoopInbox:
     """Calls functions in an event loop, in the order in which they were put.
 
-    An engine tells many requests of their tokens at once. Waking the loop takes a system call, in
-    which it begins to compete with the engine's thread for Python's lock; so all that comes before
-    the loop looks waits for the same wake-up.
+    An engine delivers tokens to many requests at once. Waking the loop takes a system call, and the
+    woken loop competes with the engine's thread for Python's lock. So one wake-up serves all calls
+    that are put before the loop runs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -30,8 +30,8 @@ class LoopInbox:
         self._is_woken = False
 
     def put(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the loop call a function. Any thread may put; once the loop is closed, nothing is
-        called or kept."""
+        """Schedule a call of ``function`` in the loop, from any thread. A closed loop drops the
+        call."""
         loop = self._loop()
         if loop is None or loop.is_closed():
             self._calls.clear()
@@ -57,14 +57,14 @@ class LoopInbox:
 _inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopInbox]] = (
     weakref.WeakKeyDictionary()
 )
-"""By loop; those who put hold the inboxes, whose calls may hold the loop."""
+"""Inboxes by event loop. Both sides are weak: callers of ``put`` keep an inbox alive, and its calls
+may keep the loop alive."""
 
 _making = threading.Lock()
 
 
 def inbox_of(loop: asyncio.AbstractEventLoop) -> LoopInbox:
-    """Return the inbox of an event loop, the same for all who hold it at a time. Any thread may
-    ask."""
+    """Return the one inbox of an event loop. Any thread may call it."""
     with _making:
         known = _inboxes.get(loop)
         inbox = None if known is None else known()

@@ -36,7 +36,7 @@ class ControlGroup:
         return min((max(limit - used, 0) for limit, used in self._memories()), default=None)
 
     def processors(self) -> float | None:
-        """Return how many processors' time may be used, which need not be whole; None for no
+        """Return the usable processor time in processors, which may be a fraction; None for no
         limit."""
         shares = []
         for folder in self._folders("cpu"):
@@ -89,12 +89,9 @@ def available_memory(group: ControlGroup = ControlGroup()) -> int:
 
 
 def processors(group: ControlGroup = ControlGroup()) -> int:
-    """Return the processors that this process may use at a time, at least 1: those that it may run
-    on, or as many as its control group has time of.
-
-    A part of one does not count: threads that compute together wait for the one that is out of
-    time.
-    """
+    """Return the number of processors that this process may use at once, at least 1: those that it
+    may run on, or fewer by its control group's share of time. Fractions are rounded down, because
+    threads that compute together wait for the thread that has used up its share."""
     usable = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

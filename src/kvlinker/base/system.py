@@ -1,6 +1,6 @@
-"""What only some operating systems have, behind functions that say what happens without it: locks
-of files, limits of memory, room for a file, and files that are opened with care or read by several
-threads at once."""
+"""Features that only some operating systems have: file locks, memory limits, preallocation, careful
+opening, and reads by several threads. Each function's docstring says what happens where it is
+missing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ HAS_LOCKS = sys.platform != "win32"
 OPEN_WITH_CARE = sum(
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 )
-"""The flags to open a file by, but none that a link names, without waiting for others. Windows has
-neither such links for all users nor files that wait."""
+"""Flags for ``os.open`` that refuse symbolic links and do not block on pipes. 0 on Windows, where
+ordinary users cannot make links, and where no file blocks when it is opened."""
 
 
 def lock(descriptor: int, *, alone: bool = True, wait: bool = True) -> None:
-    """Lock an open file or folder against other processes, or share a lock of it. Raises
-    BlockingIOError where another holds it and is not waited for, and OSError.
-
-    Without locks, nothing is locked, and the log says so once.
-    """
+    """Lock an open file or folder against other processes; with ``alone=False``, share the lock
+    with them. Raises BlockingIOError if another process holds the lock and ``wait`` is false, and
+    OSError. Where the system has no locks, nothing is locked, and the log says so once."""
     if not HAS_LOCKS:
         _warn_of_locks()
         return
@@ -65,7 +63,7 @@ def open_folder(folder: Path) -> int:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Let this process have no more memory than ``nbytes``, where the system limits memory."""
+    """Limit this process's memory to ``nbytes``, where the system can limit it."""
     if sys.platform != "win32":
         resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
 

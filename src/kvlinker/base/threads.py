@@ -1,5 +1,4 @@
-"""Lets only one thread of the process, the engine's, compute in parallel, in as many threads as it
-may use.
+"""Lets only the engine's thread of this process compute in parallel.
 
 GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in
 parallel, and keeps it until that thread ends. As soon as the pools have more threads together than
@@ -31,29 +30,29 @@ SPINS_VARIABLE, WAITING_VARIABLE = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 after how many turns they sleep, or that they always or never do so at once."""
 
 SPINS = 1000
-"""The turns after which a waiting thread sleeps. By itself OpenMP lets it turn for milliseconds: on
-a machine that also does something else, it turns on the very processor that the thread needs for
-which it waits."""
+"""The turns of OpenMP's waiting loop after which a thread sleeps; chosen by hand. By default a
+thread spins for milliseconds: on a busy machine it spins on the processor that the other thread
+needs."""
 
 
 def _waits_without_end() -> bool:
-    """Return whether threads turn for long while they wait: nothing was said when OpenMP was
-    loaded. Other systems' OpenMP is not GNU's."""
+    """Return whether waiting threads spin for long: the environment did not limit that before
+    OpenMP was loaded. Only Linux comes with GNU's OpenMP."""
     return sys.platform == "linux" and not {SPINS_VARIABLE, WAITING_VARIABLE} & os.environ.keys()
 
 
 def bound_spinning() -> None:
-    """Have threads that wait for one another sleep after ``SPINS`` turns, unless the environment
-    says something else. Call it before PyTorch is imported: the environment of this process and of
-    those that it starts is changed, which OpenMP reads when it is loaded."""
+    """Let waiting threads sleep after ``SPINS`` turns. A value in the environment takes precedence.
+    Call it before PyTorch is imported: the environment of this process and of those that it starts
+    is changed, which OpenMP reads when it is loaded."""
     if _waits_without_end():
         os.environ[SPINS_VARIABLE] = str(SPINS)
 
 
 def set_threads(count: int | None) -> None:
-    """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no
-    more than there are processors for this process, unless the variable ``OMP_NUM_THREADS`` says
-    how many. On a busy machine, say what to set where threads wait for one another without end."""
+    """Set the number of PyTorch's threads to ``count``. None means PyTorch's default, limited to
+    the processors of this process; the variable ``OMP_NUM_THREADS`` overrides the limit. Where
+    waiting threads spin for long on a busy machine, the log names the variable to set."""
     import torch
 
     if _waits_without_end() and os.getloadavg()[0] > machine.processors():
@@ -71,8 +70,7 @@ def set_threads(count: int | None) -> None:
 
 
 def compute_serially() -> None:
-    """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it
-    makes no pool there.
+    """Limit PyTorch and MKL to one processor in the calling thread alone, which then gets no pool.
 
     Thread pools that PyTorch was built without, or hides, are left as they are.
     """
@@ -84,7 +82,7 @@ def compute_serially() -> None:
 
 @contextmanager
 def serially() -> Iterator[None]:
-    """Have PyTorch, and MKL in it, use one processor in the calling thread for a while: on a busy
+    """Limit PyTorch and MKL to one processor in the calling thread during the block. On a busy
     machine, threads of small computations wait for each other much longer than they compute."""
     import torch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvlinker.base.errors import KVLinkerError, in_words_of
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.quality.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def failures(code: int = FAILURE) -> Iterator[None]:
     try:
         yield
     except KVLinkerError as error:
-        raise fail(in_words_of("command", error.message), code) from error
+        raise fail(error.message, code) from error
 
 
 def output_console() -> Console:

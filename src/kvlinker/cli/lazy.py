@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvlinker.base.threads import bound_spinning
+from kvlinker.base import own_process
 
 
 class LazyGroup(TyperGroup):
@@ -35,9 +35,9 @@ class LazyGroup(TyperGroup):
         """Return one of the commands that ``summaries`` names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command to be run. Its import may load PyTorch, whose threads are told before
-        how to wait for one another."""
-        bound_spinning()
+        """Return the command to be run. Its import may load PyTorch, which reads the environment
+        then."""
+        own_process.set_up()
         name, command, rest = super().resolve_command(ctx, args)
         return (
             name,

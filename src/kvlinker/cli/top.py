@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvlinker.base.errors import KVLinkerError, in_words_of
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.cli.console import failures, output_console
 from kvlinker.doors.client import Client, ServerUnreachableError
 from kvlinker.doors.client.wire import answers_of_others
@@ -179,7 +179,7 @@ def _watch(client: Client, url: str, every: float) -> None:
             try:
                 frame = view(history.add(read(client)), url)
             except KVLinkerError as error:
-                frame = Text(in_words_of("command", error.message), style="red")
+                frame = Text(error.message, style="red")
             live.update(frame, refresh=True)
             time.sleep(every)
 

@@ -51,7 +51,7 @@ def no_forecast(prompt: Prompt) -> Forecast:
 
 
 def no_reuse(prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
-    """Return None: an engine that keeps nothing but chunks."""
+    """Return None: for an engine that reuses only chunks."""
     return None
 
 
@@ -204,7 +204,7 @@ class Link:
 
         ``linked`` is False if the engine computed the whole prompt in the end. ``made`` are the
         chunks whose KV was computed for this very request: their kept tokens count as fresh, where
-        they stand first, but for tokens that an earlier request computed.
+        they stand first. Tokens that an earlier request computed do not.
         """
         plan = self.plan
         if plan is None:
@@ -237,7 +237,7 @@ class Link:
         missed: NDArray[np.int64] | None = None,
         attention: NDArray[np.float32] | None = None,
     ) -> Explanation:
-        """Explain what the policy did to the prompt, and why, in a model of so many ``layers``.
+        """Explain what the policy did to the prompt, and why, in a model of ``layers`` layers.
 
         ``made`` are the chunks whose KV was computed for this very request, ``missed`` the
         positions of reused tokens that were gone when their turn came: both are fresh.

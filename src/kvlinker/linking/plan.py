@@ -155,7 +155,7 @@ class ChunkUse:
 def chunk_uses(
     plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()
 ) -> tuple[ChunkUse, ...]:
-    """Return the use of each placed chunk, in order, in a model of so many ``layers``."""
+    """Return the use of each placed chunk, in order, in a model of ``layers`` layers."""
     computed = np.mean(layer_masks(plan, layers if dropped else 1, dropped), axis=0)
     return tuple(
         ChunkUse(

@@ -92,8 +92,8 @@ class PromptBuilder:
         return self.chunk_from_tokens(tokens, context)
 
     def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's. Raises the errors of ``encode_chunk``, but for an empty one,
-        with ``param`` as the field at fault."""
+        """Encode a text as a chunk's; an empty one is allowed. Raises the other errors of
+        ``encode_chunk``, with ``param`` as the field at fault."""
         require_unicode(text, param=param)
         self.limit.check_texts([text], param=param)
         return self.encoder.encode_data(text, param=param)

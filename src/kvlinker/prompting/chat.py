@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
-from kvlinker.base.errors import InvalidRequestError, ModelLoadError, WayOut
+from kvlinker.base.errors import InvalidRequestError, ModelLoadError
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.messages import ChatMessage, Document, TemplateOptions
 from kvlinker.base.types.tools import Tool
@@ -150,7 +150,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template drops or repeats content: it shows {len(set(shown))} of"
                 f" {len(pieces)} context caches, {len(shown)} times in all. Place them in messages"
-                f" that it shows once. {WayOut.COMPLETE}",
+                f" that it shows once, or give another template with --chat-template.",
                 param="messages",
             )
         return parts
@@ -194,7 +194,8 @@ class ChatTemplate:
     ) -> str:
         if self._template is None:
             raise InvalidRequestError(
-                f"This model has no chat template. Configure one. {WayOut.COMPLETE}",
+                "This model has no chat template. Give one with --chat-template, or ask for a"
+                " completion, which needs none.",
                 param="messages",
             )
         tools: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlinker.base.errors import ContextLengthError, WayOut
+from kvlinker.base.errors import ContextLengthError
 from kvlinker.prompting.encoding import TextEncoder
 
 LEAST_CHARACTERS = 32
@@ -41,7 +41,8 @@ class LengthLimit:
         if characters > self.max_characters:
             raise ContextLengthError(
                 f"The text has {characters:,} characters; the context window of {self.max_tokens:,}"
-                f" tokens takes at most {self.max_characters:,}. {WayOut.SPLIT}",
+                f" tokens takes at most {self.max_characters:,}. Shorten it, or split it into"
+                " chunks.",
                 param=param,
             ).exceeding(self.max_tokens * characters // self.max_characters + 1, self.max_tokens)
         sampled = self.max_tokens * SAMPLED_CHARACTERS
@@ -52,7 +53,7 @@ class LengthLimit:
                     raise ContextLengthError(
                         f"The text has {len(text):,} characters, of which the first {sampled:,}"
                         f" alone are {tokens:,} tokens; the context window takes"
-                        f" {self.max_tokens:,}. {WayOut.SPLIT}",
+                        f" {self.max_tokens:,}. Shorten it, or split it into chunks.",
                         param=param,
                     ).exceeding(tokens, self.max_tokens)
 

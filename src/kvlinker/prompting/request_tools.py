@@ -34,8 +34,8 @@ class RequestTools:
     ) -> None:
         """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is
         "auto". ``several``: an answer may have more than one call, up to ``most_calls``.
-        ``has_form``: the request asks for answers of a form of its own, in which nothing but the
-        model's marks begins a call. Raises InvalidRequestError for a choice of tools that are not
+        ``has_form``: the request asks for answers of a form of its own, in which only the model's
+        marks begin a call. Raises InvalidRequestError for a choice of tools that are not
         offered."""
         self._form = form.without_bare_calls() if has_form else form
         self._tail_of = tail_of

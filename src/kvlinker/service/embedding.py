@@ -20,7 +20,6 @@ from kvlinker.base.errors import (
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
-    WayOut,
 )
 from kvlinker.base.installing import install_command
 from kvlinker.base.threads import compute_serially
@@ -207,7 +206,9 @@ def embedder_of(embedder: Embedder | None) -> Embedder:
     """Return the embedder. Raises ModelNotFoundError if there is none."""
     if embedder is None:
         raise ModelNotFoundError(
-            f"There is no embedding model here. {WayOut.EMBED}", code="embeddings_off"
+            "There is no embedding model here. The operator names one: embedding_model=PATH of LLM,"
+            " or kvlinker serve --embedding-model PATH.",
+            code="embeddings_off",
         )
     return embedder
 

@@ -15,7 +15,7 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "models" / "reader"
 
 WeightFormat = Literal["auto", "bf16", "int8", "int4"]
 """How the weights of a model's linear layers are held: ``auto`` in the model's dtype, ``int8`` and
-``int4`` in so many bits."""
+``int4`` in 8 and 4 bits."""
 
 
 class ModelSettings(BaseSettings):
@@ -99,7 +99,7 @@ class ModelSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """The model's name in the API, of which it may have several: the first of them."""
+        """The first of the model's names in the API."""
         return self.served_names[0]
 
     @property

@@ -15,8 +15,8 @@ Size = int | str
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of ``LLM``: all fields of ``Settings``, which says what each means, but
-    for the model. None is as good as leaving one out."""
+    """The keyword arguments of ``LLM``: all fields of ``Settings`` except the model; ``Settings``
+    documents them. None means the default."""
 
     served_model_name: str | None
     strict: bool | None

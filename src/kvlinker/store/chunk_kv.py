@@ -12,7 +12,7 @@ from kvlinker.store.lazy_torch import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's KV: ``key`` and ``value`` [kv_heads, tokens, head_dim].
+    """KV of one layer: ``key`` and ``value`` [kv_heads, tokens, head_dim].
 
     Where it is computed, written and sent, the key has no rotary embedding. In its resident form,
     which an engine attends to, the key has that of the chunk's own positions 0, 1, ….
@@ -99,7 +99,7 @@ class ChunkState:
     """
 
     mixed: torch.Tensor
-    """What enters the convolution: [rows, channels], a row for each token of the edges, and for
+    """The inputs of the convolution: [rows, channels], a row for each token of the edges, and for
     those before the last one that its convolution sees."""
 
     gates: tuple[torch.Tensor, ...]
@@ -212,7 +212,7 @@ class ResidentForm:
         return layer
 
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return a layer, given in its resident form, as it was computed, but for rounding."""
+        """Return a resident layer in the form in which it was computed, with rounding errors."""
         return layer
 
 

@@ -132,7 +132,8 @@ class ChunkStore(Inventory):
         return None
 
     def get_computed(self, key: str) -> ChunkKV | None:
-        """Return the chunk's KV as it was computed, but for rounding, or None if no tier has it."""
+        """Return the chunk's KV in the form in which it was computed, with rounding errors; None if
+        no tier has it."""
         kv = self.get(key)
         return None if kv is None else self._residence.computed(kv)
 
@@ -167,7 +168,7 @@ class ChunkStore(Inventory):
         to load than to compute, or arrive too late.
 
         ``urgency`` is that of all the chunks together; ``ahead``: no request waits for them yet.
-        Tiers but the first are read in threads of the store's own.
+        All tiers after the first are read in threads of the store's own.
         """
         share = urgency.prefill / max(1, len(keys))
         prefill = math.inf if urgency.decided else share
@@ -247,8 +248,8 @@ class ChunkStore(Inventory):
         return kept
 
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Have the disk's tier evict for a file of so many bytes that another process will write
-        there; return whether it has room for it then."""
+        """Evict from the disk's tier for a file of ``nbytes`` bytes that another process will
+        write; return whether the file then fits."""
         return self._disk is not None and self._disk.make_room(key, nbytes)
 
     def share(self, key: str) -> None:

@@ -54,8 +54,8 @@ class Deletions:
             self._spared -= Counter(keys)
 
     def drop(self, keys: Iterable[str]) -> frozenset[str]:
-        """Delete these chunks, but for those that are spared or held by now; returns those whose
-        bytes are gone from all tiers."""
+        """Delete these chunks; returns those whose bytes are gone from all tiers. Chunks that are
+        spared, or held by now, stay."""
         return frozenset(key for key in keys if self._dropped(key))
 
     def follow(self, now: float) -> None:

@@ -185,7 +185,7 @@ class EvictionIndex:
         return True
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether ``make_room`` can make room for so many bytes."""
+        """Return whether ``make_room`` can make room for ``nbytes`` bytes."""
         kept = self._held.nbytes + min(self._pinned.nbytes, self._most_pinned_bytes)
         return nbytes <= self.budget_bytes - kept
 

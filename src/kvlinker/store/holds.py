@@ -36,9 +36,9 @@ class Holds:
             return sum(nbytes for key, nbytes in self._nbytes.items() if not has(key))
 
     def take(self, sizes: Mapping[str, int]) -> Hold | None:
-        """Hold these chunks, of so many bytes each, whether they are in memory or are going to be;
-        None if the chunks in use would exceed the budget. If none is in use, even chunks that
-        exceed it alone are held."""
+        """Hold these chunks, whose bytes are ``sizes``, in memory or on their way there; None if
+        the chunks in use would exceed the budget. If none is in use, even chunks that exceed it
+        alone are held."""
         with self.lock:
             more = sum(nbytes for key, nbytes in sizes.items() if key not in self._uses)
             used = sum(self._nbytes.values())
@@ -76,8 +76,8 @@ class Hold:
         holds.begin(sizes, sizes)
 
     def extend(self, sizes: Mapping[str, int]) -> None:
-        """Hold these chunks too, of so many bytes each, whatever the budget; do nothing if this is
-        released."""
+        """Hold these chunks too, whose bytes are ``sizes``, also beyond the budget. Does nothing
+        after the release."""
         with self._holds.lock:
             if self.users:
                 self._holds.begin(sizes.keys() - self.keys, sizes)
@@ -91,7 +91,7 @@ class Hold:
         return self
 
     def release(self) -> None:
-        """Give up the chunks, if they are not shared."""
+        """Release the chunks, unless another holder shares this hold."""
         with self._holds.lock:
             assert self.users, "a hold was released more often than shared"
             self.users -= 1

@@ -77,8 +77,8 @@ class Inventory:
             tier.note_use(key, use_weight(recomputed))
 
     def hold(self, sizes: Mapping[str, int]) -> Hold | None:
-        """Keep these chunks, of so many bytes each, in memory from when they are there until the
-        result is released; None if the chunks that are held would take more than memory's budget.
+        """Keep these chunks, whose bytes are ``sizes``, in memory from their arrival until the
+        result is released; None if the held chunks would exceed memory's budget.
 
         If no others are held, those that exceed the budget alone are held too, so that any prompt
         can be computed.
@@ -98,8 +98,7 @@ class Inventory:
         return self._host.make_room_for(key, nbytes + awaited)
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Have the tiers evict none of these keys, and all others as usual; see
-        ``Tier.set_pinned``."""
+        """Pin these keys in the tiers, and unpin all others; see ``Tier.set_pinned``."""
         for tier in self._all_tiers:
             tier.set_pinned(keys)
 

@@ -39,8 +39,8 @@ class _Due(NamedTuple):
 
 
 class _Uses:
-    """The expected uses of one chunk, by plan. The first of them is looked for again only once it
-    is over, or another is: evictions ask for many chunks at a time."""
+    """The predicted uses of one chunk, by plan. The earliest use is cached until a use is over,
+    because evictions look at many chunks at a time."""
 
     __slots__ = ("_first", "plans")
 
@@ -92,7 +92,7 @@ class NextUses:
                     self._disown(*self._owners.popitem(last=False))
 
     def expect(self, owner: str, plan: str, seconds: Mapping[str, float]) -> None:
-        """Expect uses of the owner's chunks in so many ``seconds``, by key, in place of all that
+        """Predict the next use of the owner's chunks in ``seconds``, by key, in place of all that
         this plan expected. Chunks of other owners, shared ones too, do not count."""
         now = self._clock()
         with self._lock:

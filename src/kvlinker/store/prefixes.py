@@ -1,4 +1,4 @@
-"""Keeps the KV of prefixes on disk that an engine's pool gives up, until prompts begin with them
+"""Keeps the KV of prefixes on disk that an engine's pool evicts, until prompts begin with them
 again, in the next process, too."""
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NAME = "prefixes"
 """The name of the files' folder in the disk tier's, and of the tier that they are in events."""
 
 LEFT = "left-"
-"""What the name of a folder begins with that a process has left for the next one with its model."""
+"""The beginning of the name of a folder that a process left for the next process with its model."""
 
 LEFT_SECONDS = 7 * 24 * 3600.0
-"""The time after which such a folder is removed, if no process has taken it over."""
+"""The seconds, a week, after which such a folder is removed if no process has taken it over; chosen
+by hand."""
 
 WRITE_QUEUE_BYTES = 256 << 20
 """The most bytes that wait in memory to be written; what would exceed them is not kept."""
@@ -77,7 +78,7 @@ class SpilledPrefixes:
         self._events = events
         self._tier = disk.beside(self._folder.path, NAME)
         self.note = self._tier.read_note()
-        """What the process that left the files said of them; None if there are none."""
+        """The note of the process that left the files; None if there are none."""
 
         unknown = self._tier.keys() if self.note is None else self._tier.unused_for(LEFT_SECONDS)
         for key in unknown:
@@ -96,13 +97,13 @@ class SpilledPrefixes:
         return self._writer.get(key) is not None or self._tier.contains(key)
 
     def pays(self, nbytes: int, seconds: float) -> bool:
-        """Return whether reading so many bytes is expected to take no longer than computing them,
-        which takes so many ``seconds``; True if that is not known, or was not measured lately."""
+        """Return whether reading ``nbytes`` bytes is expected to take no longer than computing
+        them, which takes ``seconds``; True if that is not known, or was not measured lately."""
         return self._bandwidths.worth_loading(NAME, nbytes, seconds)
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether there is room for KV of so many bytes, on disk and among what waits to be
-        written."""
+        """Return whether there is room for ``nbytes`` bytes of KV, on disk and among what waits to
+        be written."""
         return nbytes <= self._tier.budget_bytes and self._writer.takes(nbytes)
 
     def add(self, key: str, kv: ChunkKV) -> bool:
@@ -111,8 +112,8 @@ class SpilledPrefixes:
         return self._writer.add(key, kv)
 
     def load(self, keys: Sequence[str], seconds: float) -> list[Future[KV | None]]:
-        """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each
-        future gets it whole, or None if it is gone, damaged, or late."""
+        """Load the KV of one prompt's keys, which would take ``seconds`` to compute: each future
+        gets it whole, or None if it is gone, damaged, or late."""
         chunks = {key: ChunkLoad(key, partial(self._open, key)) for key in keys}
         if chunks:
             self._loader.load(list(chunks.values()), Urgency(prefill=seconds))

@@ -54,8 +54,8 @@ class Measurement(BaseModel):
         return abs(time.time() - self.measured_at) > STALE_SECONDS
 
     def drifted_from(self, other: Measurement | None) -> bool:
-        """Return whether there is no ``other``, or it differs so much that this one is worth
-        writing."""
+        """Return whether this measurement is worth writing: there is no ``other``, or the two
+        differ clearly."""
         return other is None or any(
             abs(value - before) > DRIFT * before
             for value, before in zip(self.values, other.values, strict=False)

@@ -77,7 +77,7 @@ class BackgroundWriter:
             return True
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether ``add`` would take so many bytes now."""
+        """Return whether ``add`` would accept ``nbytes`` bytes now."""
         with self._changed:
             return self._takes(nbytes)
 
@@ -126,8 +126,8 @@ class BackgroundWriter:
                 self._queued.clear()
 
     def _takes(self, nbytes: int, key: str | None = None) -> bool:
-        """Return whether there is room for so many bytes in addition to the writes of other keys;
-        the lock is held."""
+        """Return whether there is room for ``nbytes`` bytes in addition to the writes of other
+        keys; the lock is held."""
         queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
         return not self._closed and (not queued_bytes or queued_bytes + nbytes <= self._max_bytes)
 

@@ -16,7 +16,7 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationRequest
 from kvlinker.engines.embedded.attention.kernels import native_attention
-from kvlinker.engines.embedded.attention.native_dots import native_dots
+from kvlinker.engines.embedded.attention.position_scores import native_dots
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.execution.compiled.compiled_step import step_function
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS

@@ -18,30 +18,20 @@ def decoder(model):
     return next(part for part in text.modules() if isinstance(part, nn.ModuleList))
 
 
-def gives_what_is_kept(part):
-    """Whether what comes out of a module is what a chunk keeps: embeddings of n-grams, or queries,
-    keys and values that are made of several tokens."""
-    return "ngram" in type(part).__name__.lower() or hasattr(part, "v_proj_delayed")
-
-
 def places(model):
-    """Where hidden states enter: decoder layers, and what sees the tokens before in them, which
-    attention or another of its kind may come before; and what comes out where that is kept. Each
-    with its decoder layer's index."""
-    seeing = nn.Conv1d | nn.ZeroPad2d
+    """Where hidden states enter: decoder layers, and what convolves tokens in them, which attention
+    or another of its kind may come before. Each with its decoder layer's index."""
     return [
         (index, part)
         for index, layer in enumerate(decoder(model))
         for part in layer.modules()
-        if part is layer
-        or gives_what_is_kept(part)
-        or any(isinstance(child, seeing) for child in part.children())
+        if part is layer or any(isinstance(child, nn.Conv1d) for child in part.children())
     ]
 
 
 @contextmanager
 def entering(model, change):
-    """Each place gets, or gives, what ``change`` makes of its number and that."""
+    """Each place gets what ``change`` makes of its number and that."""
 
     def hook(place):
         def run(part, args, kwargs):
@@ -51,19 +41,8 @@ def entering(model, change):
 
         return run
 
-    def output_hook(place):
-        def run(part, args, output):
-            if not isinstance(output, tuple):
-                return change(place, output)
-            sizes = [each.shape[2] for each in output]
-            return change(place, torch.cat(output, 2)).split(sizes, 2)
-
-        return run
-
     handles = [
-        part.register_forward_hook(output_hook(place))
-        if gives_what_is_kept(part)
-        else part.register_forward_pre_hook(hook(place), with_kwargs=True)
+        part.register_forward_pre_hook(hook(place), with_kwargs=True)
         for place, (_, part) in enumerate(places(model))
     ]
     try:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvlinker.engines.embedded.attention.kernel_check import require_right
-from kvlinker.engines.embedded.attention.native_dots import NativeDots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.position_scores import NativeDots
 from kvlinker.engines.embedded.model.norms import FORMS, NativeNorm, native_norm
 from kvlinker.engines.embedded.model.states.delta_rule import delta_rule
 from kvlinker.engines.embedded.model.weights.native_products import load_grouped, load_products

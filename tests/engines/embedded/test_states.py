@@ -38,10 +38,8 @@ SHORT = linked_prompt(50, 41, header=5, middle=2, fresh=9)
 DELTA, MAMBA, BESIDE = "qwen3_5-states", "granite-states-nope", "falcon_h1-states-beside"
 BEHIND, CONVOLUTIONS = "zamba2-states-behind", "lfm2-convolutions"
 ELEMENTS, LIGHTNING = "jamba-states-nope", "minimax-states"
-GATED, HEADS = "recurrent_gemma-states", "zamba-states-of-heads"
-CONVOLVED = "zaya-convolved-projections"
-ALONE, SHIFTED, MEMORY = "mamba2-alone", "rwkv-alone", "xlstm-alone"
-SOME = (DELTA, MAMBA, CONVOLUTIONS, ELEMENTS, LIGHTNING, GATED, ALONE, SHIFTED, MEMORY)
+HEADS, ALONE = "zamba-states-of-heads", "mamba2-alone"
+SOME = (DELTA, MAMBA, CONVOLUTIONS, ELEMENTS, LIGHTNING, ALONE)
 EVERY = [*HYBRIDS, *STATES_ALONE]
 
 
@@ -97,7 +95,7 @@ def test_every_policy_by_what_it_says_that_it_computes(bench, family):
                 assert needs.reads_scores or needs.refines or needs.question_attention
             else:
                 assert needs.refines
-                assert family in (BESIDE, BEHIND, HEADS, CONVOLVED)
+                assert family in (BESIDE, BEHIND, HEADS)
             continue
         computed = computed_layers(made.explain(SHORT, policy), max(1, len(places)))
         masks = [computed[max(0, np.searchsorted(places, index, "right") - 1)] for index in layers]
@@ -151,7 +149,7 @@ def test_in_bf16_answers_are_those_of_fp32_but_for_rounding(bench, family):
         )
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, GATED, SHIFTED, MEMORY])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ALONE])
 def test_a_prompt_may_end_in_a_chunk(bench, family):
     last = Chunk(random_tokens(70, 7))
     prompt = Prompt((FreshSegment(random_tokens(4, 8)), CachedSegment(last)))
@@ -161,7 +159,7 @@ def test_a_prompt_may_end_in_a_chunk(bench, family):
         check(made.answer(prompt, policy, max_tokens=3), frozen(family, prompt, policy, 3))
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, GATED, SHIFTED, MEMORY])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ALONE])
 def test_a_chunk_that_is_exact_gives_the_models_own_answer(bench, family):
     """It is computed behind what stands before it in the prompt."""
     header = random_tokens(9, 1)
@@ -261,7 +259,7 @@ def test_requests_beside_one_another_have_states_of_their_own(bench, family):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ALONE, SHIFTED, MEMORY])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, CONVOLUTIONS, ALONE])
 @pytest.mark.parametrize("slots", [4096, 230])
 def test_choices_go_on_from_the_state_of_their_prompt(bench, family, slots):
     """With few slots, choices are preempted, and take over each other's prompt."""
@@ -321,8 +319,8 @@ def test_decoding_takes_native_steps(bench, monkeypatch):
     ("make", "family"),
     [
         *((loaded_model, family) for family in EVERY),
-        *((in_bf16, family) for family in (DELTA, ELEMENTS, MEMORY)),
-        *((without_inputs, family) for family in (DELTA, CONVOLUTIONS, MEMORY)),
+        *((in_bf16, family) for family in (DELTA, ELEMENTS, ALONE)),
+        *((without_inputs, family) for family in (DELTA, CONVOLUTIONS, ALONE)),
     ],
 )
 def test_what_was_stored_has_the_shape_that_is_looked_for(bench, make, family):
@@ -359,7 +357,7 @@ def follow_up(prompt, tokens, seed):
     return Prompt((*prompt.segments, more))
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, CONVOLUTIONS, GATED, ALONE, SHIFTED])
+@pytest.mark.parametrize("family", [DELTA, MAMBA, BESIDE, CONVOLUTIONS, ALONE])
 @pytest.mark.parametrize("policy", ["full", "naive", "legolink-6", "random-30"])
 def test_turns_go_on_from_the_end_of_the_answer_before(bench, family, policy):
     made = bench(family, prefix_cache="on", max_step_tokens=29)

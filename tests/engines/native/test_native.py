@@ -8,7 +8,7 @@ import pytest
 
 from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.kernels import native_attention
-from kvlinker.engines.embedded.attention.native_dots import native_dots
+from kvlinker.engines.embedded.attention.position_scores import native_dots
 from kvlinker.engines.embedded.model.norms import native_norm
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.native import NativeUnavailableError, load_library

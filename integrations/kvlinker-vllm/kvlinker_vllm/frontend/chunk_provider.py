@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvlinker.base.errors import ContextLengthError, WayOut
+from kvlinker.base.errors import ContextLengthError
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import ChunkStore, StoreError
@@ -123,7 +123,7 @@ class ChunkProvider:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with its context, but vLLM computes at"
-                f" most {self._longest}. {WayOut.SPLIT}",
+                f" most {self._longest}. Shorten it, or split it into chunks.",
                 param="chunks",
             )
         nbytes = (

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.events import Events
 from kvlinker.base.futures import resolved
 from kvlinker.base.types.answers import PromptLogprobs
@@ -381,7 +381,7 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
     if request.explains:
         raise InvalidRequestError(
             "The vllm engine does not explain a prompt with its answer: leave out"
-            f" 'link.explain'. {WayOut.EXPLAIN}",
+            " 'link.explain'. Ask for the explanation alone, without an answer.",
             param="link.explain",
         )
     if request.keeps_answer:

@@ -97,7 +97,6 @@ WIDE_OWN: dict[str, dict[str, Any]] = {
     "granitemoe_swa": GRANITE,
     "granitemoeshared": GRANITE,
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "xlstm": {"embedding_dim": 128},
     "zamba": {"attention_hidden_size": 256, "attention_head_dim": 64},
 }
 """What vLLM asks of a configuration, as released models have it: sizes that transformers has
@@ -115,10 +114,7 @@ EXPERIMENTAL = {
     **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 32},
     **{
         "indexer_compress_ratio": 4,
-        "ple_layer_ids": [1],
-        "ngram_vocab_size_base": 100,
         "hc_lowrank": 8,
-        "ple_embed_dim": 32,
     },
     **{
         "linear_key_head_dim": 16,
@@ -191,7 +187,6 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": EXPERIMENTAL},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32]},
     "xlm": {"emb_dim": 64, "n_layers": 2, "n_heads": 4},
-    "xlstm": {"num_heads": 4, "embedding_dim": 64},
     "youtu": LATENT,
     "zamba": {
         "attention_hidden_size": 128,
@@ -200,7 +195,6 @@ OWN: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
-    "zaya": {"num_experts_per_tok": 1},
 }
 """Sizes that have to fit others of the same configuration."""
 

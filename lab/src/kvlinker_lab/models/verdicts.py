@@ -128,6 +128,7 @@ def _shortened(reason: str) -> str:
     general = re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the model", reason)
     general = re.sub(r" \(layer [^)]*\)| \([^()]*\d\.\de[-+]\d+\)", "", general)
     general = re.sub(r" [\w.]*layers\.\d[\w.]*", "", general)
+    general = re.sub(r" of type '.*", " of this type", general)
     return re.split(r"\.? Relative errors over|; serve |: if ", general)[0].replace("|", "/")
 
 

@@ -39,16 +39,16 @@ class Usage:
     output_tokens: int = 0
 
     exact_cached_tokens: int = 0
-    """Those of ``cached_tokens`` that were computed in a sequence that began as this one does, not
-    in chunks."""
+    """The part of ``cached_tokens`` that an earlier request computed in the same sequence, not in
+    chunks."""
 
     @property
     def prompt_tokens(self) -> int:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
 
     def without(self, missed: int) -> Usage:
-        """Return the usage if so many tokens, computed by an earlier request, are gone and have to
-        be computed."""
+        """Return the usage after ``missed`` tokens of an earlier request's KV were evicted and are
+        computed again."""
         return replace(
             self,
             cached_tokens=self.cached_tokens - missed,
@@ -65,11 +65,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """The log probabilities of the tokens after a prompt's last chunk, each given all tokens before
-    it, in nats.
+    """The log probabilities, in nats, of the tokens after a prompt's last chunk, each given all
+    tokens before it.
 
-    The first of them is left out: what stands before it is a chunk, whose last token a policy may
-    not compute. Prompts without chunks are scored from their second token on. ``token_ids`` and
+    The first token after the chunk is left out, because a policy may not compute the chunk's last
+    token. Prompts without chunks are scored from their second token on. ``token_ids`` and
     ``logprobs`` are [scored]; ``top_ids`` and ``top_logprobs`` [scored, top] are the most likely
     tokens, best first, as many as were asked for.
     """

@@ -70,7 +70,7 @@ class Chunk:
     """Holds token ids that are cached as one unit."""
 
     tokens: tuple[int, ...]
-    """The ids that appear in a prompt; in context ``BOS``, the BOS token is the first of them."""
+    """The ids that appear in a prompt; in context ``BOS``, the BOS token comes first."""
 
     prefix: tuple[int, ...] = ()
     """The ids that stood before them when their KV was computed, and do not appear with them."""
@@ -172,7 +172,7 @@ def packed_chunk_key(
     """Compute the ``chunk_key`` of token ids as little-endian uint32.
 
     Every part is length-prefixed, so that no two different inputs share their bytes. An answer
-    after KV that was computed in full has the KV, but for rounding, and the key, of a text there.
+    after KV that was computed in full has the key of a text there, and the same KV up to rounding.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
     parts = [fingerprint.encode(), owner.encode(), prefix, tokens]

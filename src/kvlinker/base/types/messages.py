@@ -40,13 +40,13 @@ class TextSource(StrEnum):
     """Its author marked it."""
 
     DOCUMENT = "document"
-    """It came as a document, apart from the messages."""
+    """The text is a document, outside the messages."""
 
     RECOGNITION = "recognition"
-    """Nobody said so: it is known, or comes again."""
+    """The text is known, or was in an earlier prompt, without a mark by its author."""
 
     STRUCTURE = "structure"
-    """It is a piece of the prompt by the prompt's own structure."""
+    """The text is a piece of the prompt by the prompt's own structure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Implicit(StrEnum):
     """Marked texts and documents."""
 
     OFF = "off"
-    """None: marks mean nothing."""
+    """No text; marks are ignored."""
 
 
 @dataclass(frozen=True, slots=True)

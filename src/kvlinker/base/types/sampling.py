@@ -43,8 +43,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy, and so is one below ``COLDEST``. ``top_k`` 0 and ``min_p`` 0 are
     off. ``logprobs`` None gives none, k gives the sampled token's and the k best alternatives';
     ``prompt_logprobs`` does so for the tokens after the prompt's last context cache. ``max_tokens``
-    None means up to the context window. Before ``min_tokens``, nothing but a full window ends the
-    answer.
+    None means up to the context window. Before ``min_tokens``, only a full window ends the answer.
     """
 
     temperature: float = 1.0

@@ -18,7 +18,7 @@ this name."""
 
 
 class Scope(StrEnum):
-    """Who may use a context cache: its tenant (``PRIVATE``), or every tenant of the server
+    """The tenants that may use a context cache: its own (``PRIVATE``), or all of the server
     (``SHARED``)."""
 
     PRIVATE = "private"

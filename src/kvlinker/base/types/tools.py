@@ -35,8 +35,8 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def shown_tool(tool: Tool) -> Tool:
-    """Return a definition as prompts show it, with its marks: ``strict`` is none of the model's
-    business."""
+    """Return a definition as prompts show it, with its marks but without ``strict``, which concerns
+    only the grammar."""
     return {
         **tool,
         "function": {name: value for name, value in function_of(tool).items() if name != "strict"},
@@ -44,9 +44,9 @@ def shown_tool(tool: Tool) -> Tool:
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, which may have been cut: all that is there of them, ended
-    there. A name without its value, and half a word such as ``tru``, are left out. Raises
-    ValueError for text that is not the beginning of a JSON object."""
+    """Parse the arguments of a call, which may be cut off: the complete part of them is returned. A
+    name without its value, and half a word such as ``tru``, are left out. Raises ValueError for
+    text that is not the beginning of a JSON object."""
     asked = text.strip() or "{}"
     try:
         parsed, end = json.JSONDecoder().raw_decode(asked)

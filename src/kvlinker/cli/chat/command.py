@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvlinker.base.errors import InvalidRequestError, KVLinkerError, in_words_of
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.cli.chat.conversation import Conversation
 from kvlinker.cli.chat.rendering import show_answer
 from kvlinker.cli.chat.starting import start_server
@@ -114,7 +114,7 @@ def _converse(conversation: Conversation) -> None:
             elif line:
                 _answer(conversation, line)
         except KVLinkerError as error:
-            typer.echo(f"kvlinker: {in_words_of('command', error.message)}", err=True)
+            typer.echo(f"kvlinker: {error.message}", err=True)
         except KeyboardInterrupt:
             _say("cancelled")
 

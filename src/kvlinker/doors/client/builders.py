@@ -18,15 +18,15 @@ class BuilderClient:
     """Speaks with builders over HTTP. Methods may be called from any thread."""
 
     def __init__(self, urls: Callable[[], Sequence[str]], api_key: str | None) -> None:
-        """``urls`` returns the addresses of the builders that there are now, who take ``api_key``,
-        an admin's."""
+        """``urls`` returns the addresses of the present builders, which accept ``api_key``, an
+        admin's key."""
         self.urls = urls
         self._client = httpx.Client(headers=access_headers(api_key), trust_env=False)
 
     def build(self, url: str, key: str, seconds: float) -> bool:
-        """Have a builder compute a chunk into the shared tiers, and return whether it has done so.
-        Raises TimeoutError if it takes longer than ``seconds``, and ConnectionError if it is gone,
-        or ends meanwhile."""
+        """Ask a builder to compute a chunk into the shared tiers; return whether it did. Raises
+        TimeoutError if it takes longer than ``seconds``, and ConnectionError if it is gone, or ends
+        meanwhile."""
         try:
             answer = self._client.post(f"{url}/{BUILD}", json={"key": key}, timeout=seconds)
         except httpx.ReadTimeout as error:

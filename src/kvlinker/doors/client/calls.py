@@ -113,7 +113,7 @@ def generate_context_cache(
 def cache_text(
     text: str, *, method: str = "passage", max_tokens: int = 512, **options: Any
 ) -> HttpCall[tuple[RemoteContextCache, ...]]:
-    """Have the server split a text, and cache its chunks. ``options`` are those of
+    """Split a text on the server, and cache its chunks. ``options`` are those of
     ``generate_context_cache``."""
     split = {"method": method, "max_tokens": max_tokens}
     return HttpCall("POST", CACHES, read_caches, {"input": text, "split": split, **options})

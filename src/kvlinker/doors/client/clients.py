@@ -23,8 +23,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def _with_self(method: Callable[P, T]) -> Callable[P, T]:
-    """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and
-    its result."""
+    """Give ``method`` the signature of the call that it wraps, with ``self`` and its result."""
     shown = signature(method)
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
     returned = str(shown.return_annotation).removeprefix("HttpCall[").removesuffix("]")

@@ -26,7 +26,6 @@ from kvlinker.base.errors import (
     PolicyError,
     QuotaExceededError,
     UnknownArgumentError,
-    in_words_of,
 )
 from kvlinker.base.types.answers import Timing, Usage
 from kvlinker.base.types.texts import CacheContent, Piece, SearchHit
@@ -250,10 +249,8 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
 
 def _error_of(details: Mapping[str, Any], *, status: int) -> KVLinkerError:
     fallback = InvalidRequestError if 400 <= status < 500 else KVLinkerError
-    message = in_words_of("python", details["message"])
-    error = _ERRORS.get(details["code"], fallback)(
-        message, param=details["param"], code=details["code"]
-    )
+    kind = _ERRORS.get(details["code"], fallback)
+    error = kind(details["message"], param=details["param"], code=details["code"])
     error.status = status
     return error
 

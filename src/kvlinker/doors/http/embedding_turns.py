@@ -15,8 +15,8 @@ from kvlinker.service.embedding import Embedder, EmbeddingRequest
 
 
 class EmbeddingTurns:
-    """Has tenants embed in turns, a batch each, and refuses more requests at once than may wait.
-    Belongs to the event loop."""
+    """Lets tenants embed in turns, a batch each, and refuses requests beyond the number that may
+    wait. Belongs to the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most

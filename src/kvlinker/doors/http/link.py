@@ -80,7 +80,7 @@ class PolicyObject(ResponseBody):
 
 
 class MeasuredPolicy(ResponseBody):
-    """What was measured of a policy with the model, in the terms of ``bench quality``."""
+    """The measurements of a policy with the model, in the terms of ``bench quality``."""
 
     policy: str
     answer_kl: float

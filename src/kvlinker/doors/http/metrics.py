@@ -1,5 +1,5 @@
-"""Prometheus metrics: counted from the events of the engine and the store, and read from these when
-scraped."""
+"""Prometheus metrics. Counters follow the events of engine and store, and gauges are read at each
+scrape."""
 
 from __future__ import annotations
 
@@ -54,78 +54,83 @@ class Metrics:
 
         self._first_token = Histogram(
             "kvlinker:time_to_first_token_seconds",
-            "From a request's arrival at the engine to its first token.",
+            "Seconds from a request's arrival at the engine to its first token.",
             registry=self.registry,
             buckets=_FIRST_TOKEN_BUCKETS,
         )
         self._load_seconds = Histogram(
             "kvlinker:load_seconds",
-            "Time to load the KV of one chunk.",
+            "Seconds to load the KV of one chunk.",
             ("tier",),
             registry=self.registry,
             buckets=_LOAD_BUCKETS,
         )
         self._prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens by what became of them.", "source"
+            "prompt_tokens",
+            "Prompt tokens by how their KV was made: cached, recomputed or fresh.",
+            "source",
         )
         self._exact_cached_tokens = counter(
             "exact_cached_tokens",
-            "Cached prompt tokens that an earlier request computed in just that sequence.",
+            "Cached prompt tokens that an earlier request computed in the same sequence.",
         )
         self._output_tokens = counter("output_tokens", "Tokens generated.")
         self._requests = counter("requests", "Requests that ended.", "reason")
         self._lookups = counter(
-            "chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier"
+            "chunk_lookups", "Lookups of a chunk's KV in the store.", "result", "tier"
         )
         self._evictions_spared = counter(
             "evictions_spared",
-            "Times that a chunk that is expected to be used stayed, and another of its owner went.",
+            "Evictions that spared a chunk with a predicted use and evicted another of its owner.",
         )
         self._foretold = counter(
             "foretold_chunks",
-            "Chunks that were foretold to follow others, as these were followed before.",
+            "Chunks that were predicted to be used next: a hit was used, a miss was not.",
             "result",
         )
-        self._evictions = counter(
-            "evictions", "Chunks that a tier gave up for want of room.", "tier"
-        )
+        self._evictions = counter("evictions", "Chunks that a tier evicted to make room.", "tier")
         self._spilled_tokens = counter(
-            "spilled_tokens", "Tokens of prefixes whose KV the pool gave up and the disk took."
+            "spilled_tokens",
+            "Tokens of prefixes whose KV was evicted from the pool and written to disk.",
         )
         self._restored_tokens = counter(
-            "restored_tokens", "Tokens of prefixes whose KV came back from the disk."
+            "restored_tokens", "Tokens of prefixes whose KV was read back from disk."
         )
         self._answers_kept = counter(
-            "answers_kept", "Answers that were to be kept as context caches.", "result"
+            "answers_kept", "Answers to be kept as context caches: kept, or refused.", "result"
         )
         self._implicit_texts = counter(
             "implicit_texts",
-            "Texts that were to be chunks without an id, by why and by what came of it.",
+            "Texts without an id that were to become chunks, by reason and result.",
             "source",
             "result",
         )
         self._implicit_evictions = counter(
-            "implicit_evictions", "Implicit context caches that made room for others."
+            "implicit_evictions", "Implicit context caches evicted to make room for others."
         )
         self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
         self._tier_errors = counter(
-            "tier_errors", "Times that a tier did not answer, or refused.", "tier"
+            "tier_errors", "Calls that a tier did not answer, or refused.", "tier"
         )
         self._audited = counter(
             "audit_samples", "Answers compared with the full computation.", "policy"
         )
         self._audit_agreeing = counter(
-            "audit_agreeing", "Of those, the ones whose first token is the same.", "policy"
+            "audit_agreeing",
+            "Audited answers whose first token equals the full computation's.",
+            "policy",
         )
         self._audit_alike = counter(
-            "audit_alike", "Of those, the ones all of whose tokens are the same.", "policy"
+            "audit_alike",
+            "Audited answers all of whose tokens equal the full computation's.",
+            "policy",
         )
         self._audit_tokens = counter("audit_tokens", "Tokens that the audit computed.")
         self._audit_skipped = counter(
-            "audit_skipped", "Drawn requests that were not compared.", "reason"
+            "audit_skipped", "Requests drawn for the audit that were not compared.", "reason"
         )
         self._audit_drifts = counter(
-            "audit_drifts", "Times that a policy's agreement was seen to fall.", "policy"
+            "audit_drifts", "Detected falls of a policy's agreement.", "policy"
         )
         self._audit_kl, self._audit_answer_kl = (
             Histogram(
@@ -248,7 +253,7 @@ class _Gauges(Collector):
             ),
             (
                 "kv_slots_kept",
-                "Slots that hold nothing but what later requests may reuse.",
+                "Slots with KV that no running request uses and later requests may reuse.",
                 load.slots_kept,
             ),
             ("kv_slots_total", "Slots of the KV pool.", load.slots_total),
@@ -256,10 +261,14 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
         count, nbytes = self._llm.catalog.implicit.total()
         yield GaugeMetricFamily(
-            "kvlinker:implicit_caches", "Context caches that prompts' texts brought.", value=count
+            "kvlinker:implicit_caches",
+            "Implicit context caches, made from the texts of prompts.",
+            value=count,
         )
         yield GaugeMetricFamily(
-            "kvlinker:implicit_bytes", "Bytes of their chunks' KV as computed.", value=nbytes
+            "kvlinker:implicit_bytes",
+            "Bytes of the KV, as computed, of implicit context caches.",
+            value=nbytes,
         )
         yield GaugeMetricFamily(
             "kvlinker:spilled_bytes",
@@ -282,7 +291,7 @@ class _Gauges(Collector):
         yield chunks
         bandwidth = GaugeMetricFamily(
             "kvlinker:tier_bandwidth_bytes_per_second",
-            "Bytes that a tier delivers, as measured.",
+            "Measured bytes per second that a tier delivers.",
             labels=["tier"],
         )
         for tier, bytes_per_second in self._llm.bandwidths().items():
@@ -290,7 +299,7 @@ class _Gauges(Collector):
         yield bandwidth
         prefill = GaugeMetricFamily(
             "kvlinker:prefill_tokens_per_second",
-            f"Tokens of a prompt of {PREFILL_TOKENS} that the engine computes, as measured.",
+            f"Measured tokens per second of computing a prompt of {PREFILL_TOKENS} tokens.",
         )
         if (rate := self._llm.prefill_rate()) is not None:
             prefill.add_metric([], rate)

@@ -80,7 +80,7 @@ class ServedModel:
     tracing: Tracing | None
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
     named: set[str] = field(default_factory=set)
-    """What of requests was left out, as the log has named it."""
+    """The ignored fields of requests that the log has named."""
     recent: RecentRequests = field(default_factory=RecentRequests)
     failure: str | None = None
     """Why another model is not served, which was to take the place of this one."""

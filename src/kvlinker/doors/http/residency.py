@@ -1,6 +1,5 @@
-"""What servers ask of each other: ``/v1/residency``, which chunks this server has, and how busy it
-is, for routers; ``/v1/chunks/build``, to compute chunks for servers that share the catalog and a
-tier."""
+"""Routes between servers: ``/v1/residency``, which chunks this server has, and how busy it is, for
+routers; ``/v1/chunks/build``, to compute chunks for servers that share the catalog and a tier."""
 
 from __future__ import annotations
 
@@ -150,7 +149,7 @@ class BuildRequest(RequestBody):
 
 
 class BuiltChunk(ResponseBody):
-    """A chunk whose KV, of so many ``bytes``, is in all tiers that take it."""
+    """A chunk whose KV, of ``bytes`` bytes, is in all tiers that accept it."""
 
     key: str
     bytes: int

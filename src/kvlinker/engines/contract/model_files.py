@@ -37,6 +37,7 @@ from kvlinker.engines.contract.model_place import (
     unreachable,
     weight_files,
 )
+from kvlinker.engines.contract.removed_models import refuse_removed
 from kvlinker.settings import Settings, WeightFormat
 from kvlinker.store.format.durability import replace_file
 
@@ -65,12 +66,14 @@ def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]
 
     With ``own_bf16``, the engine has code of its own for weights in bf16 on CPUs that do not
     multiply it, and for experts in transformers' common form; others are PyTorch's to multiply,
-    which is slow there. Raises ModelLoadError when either cannot be loaded.
+    which is slow there. Raises ModelLoadError when either cannot be loaded,
+    UnsupportedModelError when kvlinker no longer links the model's family.
     """
     set_threads(settings.threads)
     settings = with_folder(settings)
     device = choose_device(settings.device)
     config = _read(AutoConfig, settings)
+    refuse_removed(config)
     own_bf16 = own_bf16 and (not expert_counts(config) or has_common_experts(config))
     dtype = choose_dtype(settings.dtype, device, settings.weights, own_bf16=own_bf16)
     tokenizer = read_tokenizer(settings)

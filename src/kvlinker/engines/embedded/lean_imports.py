@@ -1,5 +1,5 @@
-"""Leaves out what transformers and PyTorch import for what is not used here, in kvlinker's own
-processes: it takes more than half of the time until a model is read."""
+"""Imports transformers without the libraries that kvlinker does not use, in processes that run a
+command of kvlinker: these libraries take more than half of the time until a model is read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from kvlinker.base import own_process
+
 COMPILER, INDICES = "torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op"
 """PyTorch's compiler, and its module of a class that transformers uses without compiling."""
-
-
-def is_own_process() -> bool:
-    """Return whether this is a process of the command; another is somebody else's program."""
-    return "kvlinker.cli" in sys.modules
 
 
 def import_transformers() -> None:
@@ -54,7 +51,7 @@ def without_compiler() -> Iterator[None]:
     """Have code in the block that marks functions for PyTorch's compiler do so without importing
     it, in a process of the command: these functions stay as they are. All else is the
     compiler's."""
-    if COMPILER in sys.modules or not is_own_process():
+    if COMPILER in sys.modules or not own_process.is_set_up():
         yield
         return
     compiler, indices = ModuleType(COMPILER), ModuleType(INDICES)

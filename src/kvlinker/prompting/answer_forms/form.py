@@ -46,10 +46,10 @@ class AnswerForm:
     """The texts of the form that are tokens of their own, with their ids."""
 
     shown_tokens: frozenset[int]
-    """Those of ``marks`` that are special tokens: they have to be seen in an answer to read it."""
+    """The ``marks`` that are special tokens: a reader of answers has to see them."""
 
     other_tokens: frozenset[int]
-    """The ids of all other tokens that are no plain text, but for the one that ends answers."""
+    """The ids of all other tokens that are no plain text, without the one that ends answers."""
 
     most_reasoning: int | None = None
     """The most tokens of reasoning; None for any number."""
@@ -60,7 +60,7 @@ class AnswerForm:
         return self.reasoning is not None and all(mark in self.marks for mark in self.reasoning)
 
     def limited(self, most_reasoning: int | None) -> AnswerForm:
-        """Return the form of answers that reason in at most so many tokens."""
+        """Return the form of answers that reason in at most ``most_reasoning`` tokens."""
         return replace(self, most_reasoning=most_reasoning)
 
     def without_bare_calls(self) -> AnswerForm:
@@ -104,8 +104,8 @@ class AnswerForm:
     ) -> Reader:
         """Return a reader of one answer. ``tail`` is the end of its prompt, special tokens
         included; without ``tools``, text that looks like a call is text. ``only_calls``: apart from
-        reasoning, there are only calls, enforced by a grammar. ``most_calls``: the answer is over
-        after so many."""
+        reasoning, there are only calls, enforced by a grammar. ``most_calls``: the calls after
+        which the answer is over."""
         if self.template is not None and not only_calls:
             return TemplateReader(self.template, tools, tail=tail, most_calls=most_calls)
         return self._reader(tail, tools, only_calls=only_calls, most_calls=most_calls)

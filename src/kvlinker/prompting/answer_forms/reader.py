@@ -79,8 +79,8 @@ class AnswerReader:
     ) -> None:
         """``reasoning`` are the texts around it, None if there is none. ``tools`` are the names of
         functions that may be called. ``begun`` is the part of the answer that the prompt already
-        has. ``only_calls``: apart from reasoning there is no text. ``most_calls``: the answer is
-        over after so many."""
+        has. ``only_calls``: apart from reasoning there is no text. ``most_calls``: the calls after
+        which the answer is over."""
         self._thought_opening, self._thought_closing = reasoning or ("", "")
         self._calls = calls
         self._trigger = calls.trigger if tools else None
@@ -315,14 +315,14 @@ class AnswerReader:
         return self._go_on(self._before_arguments, text)
 
     def _wait_for(self, mark: str, kind: Literal["content", "reasoning"]) -> bool:
-        """Report the text, but for trailing space and a possible beginning of ``mark``."""
+        """Report the text, without trailing space and without a possible beginning of ``mark``."""
         text = self._pending[: len(self._pending) - overlap(self._pending, mark)].rstrip()
         self._tell(kind, text)
         self._pending = self._pending[len(text) :]
         return False
 
     def _go_on(self, part: Callable[[], bool], text: str, *, trims: bool = False) -> bool:
-        """Have the next part begin with ``text``; return whether it can."""
+        """Begin the next part with ``text``; return whether that is possible."""
         self._part, self._pending, self._trims = part, text, trims
         return True
 

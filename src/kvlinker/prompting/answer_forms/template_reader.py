@@ -33,7 +33,7 @@ class TemplateReader:
     ) -> None:
         """``tools`` have the types of arguments, and ``tail``, the end of the prompt, the part that
         has begun there; without ``tools``, text that looks like a call is text. ``most_calls``: the
-        answer is over after so many."""
+        calls after which the answer is over."""
         self.is_over = False
         self._most_calls = most_calls
         self._called: list[tuple[str, str]] = []

@@ -14,7 +14,6 @@ from kvlinker.base.errors import (
     ContextLengthError,
     InvalidRequestError,
     QuotaExceededError,
-    WayOut,
 )
 from kvlinker.base.events import ChunkNamed, Events, ImplicitEvicted
 from kvlinker.base.futures import gather
@@ -237,7 +236,8 @@ class Creation:
             if length > self._engine.max_model_len:
                 raise ContextLengthError(
                     f"Chunk {index} has {len(chunk)} tokens ({length} with its context);"
-                    f" the model takes {self._engine.max_model_len}. {WayOut.SPLIT}",
+                    f" the model takes {self._engine.max_model_len}. Shorten it, or split it into"
+                    " chunks.",
                     param="chunks",
                 )
             return chunk

@@ -131,8 +131,8 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None) -
 
 
 def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bool:
-    """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether
-    it held anything that was not. A catalog that was not encrypted does not need ``old``.
+    """Encrypt the catalog with ``new``, or decrypt it if that is None, in one transaction. Returns
+    whether any entry had to be changed. A catalog that was not encrypted does not need ``old``.
 
     Raises StoreError if it is encrypted with neither, or an entry does not open.
     """

@@ -107,8 +107,8 @@ class ImplicitIndex:
     def enter(
         self, records: Sequence[ContextCache], limits: Limits, *, now: float, kept: Collection[str]
     ) -> Sequence[Entered | None]:
-        """Record implicit context caches in one transaction, but for those of chunks of which their
-        tenants have some by now.
+        """Record implicit context caches in one transaction. A chunk that has a context cache of
+        its tenant by now gets no other.
 
         Returns for each its context cache: None if there is no room that ``make_room`` can make
         without the ids in ``kept`` and those before it, and where the token ids of the one that is

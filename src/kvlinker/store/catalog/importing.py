@@ -41,10 +41,10 @@ class Imported(NamedTuple):
 
     added: int
     present: int
-    """Those whose ids were in this catalog already, or that have expired."""
+    """Context caches whose ids were in this catalog already, or that have expired."""
 
     unreadable: int
-    """Those whose token ids or metadata are not whole."""
+    """Context caches whose token ids or metadata are not whole."""
 
 
 def import_caches(source: Path, connection: Connection, cipher: Cipher | None) -> Imported:

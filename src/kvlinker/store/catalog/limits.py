@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvlinker.base.errors import PinLimitError, QuotaExceededError, WayOut
+from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 from kvlinker.store.catalog.databases.interface import Connection
@@ -87,7 +87,7 @@ def _nbytes(connection: Connection, chunk_keys: Iterable[str]) -> dict[str, int]
 
 
 def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas: Quotas) -> None:
-    """Check that a tenant may have so many more context caches and bytes of KV. Raises
+    """Check that a tenant may add ``caches`` context caches and ``nbytes`` bytes of KV. Raises
     QuotaExceededError."""
     quota = quotas.of(tenant)
     for what, limit, old, new, setting in (
@@ -98,7 +98,7 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
             raise QuotaExceededError(
                 f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds"
                 f" {new:,}. Delete context caches that are no longer needed, give them a ttl, or"
-                f" have a higher {setting} set. {WayOut.DELETE}"
+                f" have a higher {setting} set."
             )
 
 

@@ -196,8 +196,8 @@ class ResponseLog:
         tenant: str,
         expires_at: float,
     ) -> str | None:
-        """Have a response, all that it goes on from, and the responses of items live at least until
-        ``expires_at``; returns the response's key."""
+        """Extend the lives of a response, of all that it continues, and of the responses of items
+        at least to ``expires_at``; returns the response's key."""
         rows = connection.execute(
             "SELECT key FROM responses WHERE tenant = :tenant AND id = :id",
             {"tenant": tenant, "id": previous},
@@ -231,8 +231,8 @@ class ResponseLog:
 
 
 def _make_room(connection: Connection, tenant: str, nbytes: int) -> None:
-    """Have another response of so many bytes fit within the tenant's limits: where it does not,
-    those that were used longest ago go, a tenth at once, since finding them reads all."""
+    """Make room for a response of ``nbytes`` bytes within the tenant's limits. The least recently
+    used responses are evicted, a tenth at once, because finding them reads all."""
     ((count, kept),) = connection.execute(
         "SELECT count(*), CAST(coalesce(sum(nbytes), 0) AS BIGINT) FROM responses WHERE tenant = ?",
         (tenant,),

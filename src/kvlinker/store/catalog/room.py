@@ -15,7 +15,8 @@ from kvlinker.store.catalog.releases import release
 
 
 class Room(NamedTuple):
-    """What was dropped to make room for new context caches."""
+    """Counts the context caches and chunks that were evicted to make room for new context
+    caches."""
 
     evicted: int = 0
     """The number of implicit context caches."""
@@ -32,9 +33,9 @@ def make_room(
     *,
     kept: Collection[str] = (),
 ) -> Room:
-    """Have context caches fit that are to be entered: where a limit is in the way, expired ones go,
-    and where a quota still is, the implicit ones of the same tenants, those that were used longest
-    ago first, but for the ids in ``kept``.
+    """Make room for new context caches. If a limit would be exceeded, expired context caches are
+    removed; if a quota still would be, also implicit ones of the same tenants, the least recently
+    used first. Ids in ``kept`` stay.
 
     Raises QuotaExceededError and PinLimitError if that is not enough; the caller's transaction then
     undoes it. ``now``: Unix seconds.

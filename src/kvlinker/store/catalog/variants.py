@@ -98,7 +98,7 @@ class VariantIndex:
 
 
 def note_released(connection: Connection, keys: Iterable[str], now: float) -> None:
-    """Have ``Catalog.released`` return these keys until no tier holds their KV."""
+    """Note these keys, so that ``Catalog.released`` returns them until no tier holds their KV."""
     connection.executemany(
         "INSERT INTO released VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET released_at ="
         " excluded.released_at",
@@ -144,7 +144,7 @@ def _insert(
 
 
 def _evict(connection: Connection, *, keep: int) -> dict[str, float]:
-    """Remove the least reused variants but for ``keep``; returns the keys that went, with their
+    """Evict the least reused variants until ``keep`` are left; returns the evicted keys with their
     f_r."""
     rows = connection.execute(
         "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"

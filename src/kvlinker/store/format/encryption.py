@@ -1,10 +1,10 @@
 """Encrypts at rest (AES-256-GCM): small records as a whole, chunks in blocks that can be read in
 any order.
 
-A sealed chunk is a header (magic, salt, length of the plain bytes) and blocks of equal length, but
-for the last, each with its tag. Every chunk has a key of its own, derived from the salt; a block's
-nonce is its number. Blocks are bound to the chunk key, the length and their place, so that neither
-files nor parts of them can be exchanged unnoticed.
+A sealed chunk is a header (magic, salt, length of the plain bytes) and blocks of equal length, of
+which the last may be shorter, each with its tag. Every chunk has a key of its own, derived from the
+salt; a block's nonce is its number. Blocks are bound to the chunk key, the length and their place,
+so that neither files nor parts of them can be exchanged unnoticed.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class _OpenedSource:
 
 
 def _blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes of the pieces in blocks of equal length, but for the last; views of the
-    pieces where these suffice."""
+    """Yield the bytes of the pieces in blocks of equal length; the last one may be shorter. A block
+    within one piece is a view of it."""
     rest = bytearray()
     for piece in pieces:
         left = piece.cast("B")

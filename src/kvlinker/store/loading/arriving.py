@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class ArrivingKV:
     """A chunk's KV whose layers are still being read, in order, for one request.
 
-    One thread at a time delivers; any thread may look or give up. A layer that is there stays.
+    One thread at a time delivers; any thread may look or cancel. A layer that is there stays.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ArrivingKV:
 
     def subscribe(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after each further layer, and when the rest is lost, in the thread that
-        delivers or gives up. Earlier changes are not reported: check the state after subscribing.
+        delivers or cancels. Earlier changes are not reported: check the state after subscribing.
         Idempotent: a callable that is equal to an earlier one is called once a change."""
         self._subscribers[changed] = None
 

@@ -13,7 +13,7 @@ from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.speeds import DRIFT, Speeds
 
 _WEIGHT = 0.3
-"""The weight of a new measurement against all earlier ones."""
+"""The weight of a new measurement in the moving average (0 to 1); chosen by hand."""
 
 BUSY_SHARE = 0.15
 """The share of its time up to which a thread that reads leaves its processor to a computation. When
@@ -46,7 +46,7 @@ class LoadTime:
 
 @dataclass(frozen=True, slots=True)
 class TimedRead:
-    """One read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance
+    """A read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance
     counter, and the ``busy`` seconds of the thread."""
 
     begin: float
@@ -105,7 +105,7 @@ class Bandwidths:
         return None if values is None else values[0]
 
     def time(self, reads: Iterable[tuple[str, int]]) -> LoadTime | None:
-        """Return the expected time of reading so many bytes from each of these tiers; None if a
+        """Return the predicted time of ``reads``, pairs of a tier and a number of bytes; None if a
         tier has not been measured."""
         taken = LoadTime()
         for tier, nbytes in reads:

@@ -5,7 +5,7 @@ A few threads read, a layer at a time: the oldest prompt first, and of its chunk
 least has been read, so that a prompt's chunks advance in step. A chunk that several prompts want is
 read once; each of them gets an ``ArrivingKV`` of its own.
 
-One watch ends late reads. A prompt past its deadline gives up the chunks that it waits for. A read
+One watch ends late reads. A prompt past its deadline cancels the chunks that it waits for. A read
 that does not return is left to itself: its chunk is lost to all who want it, and another thread
 takes its thread's place.
 """
@@ -53,9 +53,9 @@ class LayerLoader:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Note in ``bandwidths`` how fast tiers deliver. ``forms`` returns, for a chunk of so many
-        layers, the functions that convert each to the form in which it is delivered. ``clock``
-        measures delays."""
+        """Note in ``bandwidths`` how fast tiers deliver. ``forms`` takes a chunk's number of
+        layers, and returns the function that converts each layer to the form in which it is
+        delivered. ``clock`` measures delays."""
         self.bandwidths = bandwidths or Bandwidths()
         self._forms = forms
         self._clock = clock
@@ -104,7 +104,7 @@ class LayerLoader:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_threads(self) -> None:
-        """Have as many threads as there should be; the lock is held."""
+        """Start or stop threads to reach the wanted number; the lock is held."""
         while self._readings and len(self._threads) < min(
             THREADS, THREADS + MOST_ABANDONED - len(self._abandoned)
         ):

@@ -69,7 +69,7 @@ class LoadedChunk:
 
 
 class ChunkLoad:
-    """One chunk that one prompt wants from a slower tier.
+    """A chunk that a prompt wants from a slower tier.
 
     ``begun`` gets the KV once enough layers are there to begin with, or None if the chunk is lost
     or late. ``ended`` gets the whole chunk, or None if this prompt does not get it.
@@ -158,7 +158,7 @@ class PromptLoad:
             self.begun = True
 
     def expire(self) -> None:
-        """After the deadline, give up the chunks that could not begin or, if all have begun, those
+        """After the deadline, cancel the chunks that could not begin or, if all have begun, those
         that are not complete."""
         for chunk in self.chunks:
             if self.begun or not chunk.begun.done():

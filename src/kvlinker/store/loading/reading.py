@@ -87,7 +87,7 @@ class ChunkRead:
         )
 
     def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: ReadTurn) -> None:
-        """Have one more prompt get the layers, in the earlier of the turns."""
+        """Add a prompt that gets the layers, in the earlier of the turns."""
         self.turn = min(self.turn, turn)
         self.takers.append((chunk, prompt))
         if self.opened is not None:
@@ -143,7 +143,7 @@ class ChunkRead:
             chunk.end(self.loaded)
 
     def close(self) -> None:
-        """Give up the copy that is open. Idempotent."""
+        """Close the open copy. Idempotent."""
         opened, self.opened = self.opened, None
         if opened is not None:
             opened.reader.close()

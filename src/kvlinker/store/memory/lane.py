@@ -23,8 +23,8 @@ class Arrival:
         self._event = event
 
     def wait(self) -> None:
-        """Have what the calling thread computes from now on begin when the point is reached. The
-        thread itself goes on."""
+        """Delay the calling thread's next computations on the device until the point is reached.
+        The thread itself does not wait."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return so many bytes of pinned memory. Raises RuntimeError if there are not so many."""
+    """Return ``size`` bytes of pinned memory. Raises RuntimeError if there are fewer."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
@@ -58,7 +58,7 @@ class PinnedChunk:
             return layer
 
     def _room(self, size: int, rest: int) -> Tensor:
-        """Return so many bytes, of the ``rest`` that is still to come."""
+        """Return ``size`` bytes, of the ``rest`` that is still to be allocated."""
         if self._block is None or self._used + size > len(self._block):
             block = max(1 << (rest.bit_length() - 1), 1 << (size - 1).bit_length())
             self._block, self._used = self._allocate(block), 0

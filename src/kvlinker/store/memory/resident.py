@@ -9,12 +9,13 @@ from kvlinker.store.memory.pinned import PinnedChunk
 
 
 class Residence:
-    """Makes of chunks, as they were computed, what the first tier keeps, and back."""
+    """Converts chunks from the form in which they were computed to the first tier's, and back."""
 
     def __init__(
         self, form: ResidentForm | None = None, pins: Callable[[int], PinnedChunk] | None = None
     ) -> None:
-        """``pins`` makes the memory of a chunk of so many layers, where a device copies from it."""
+        """``pins`` allocates the memory of a chunk by its number of layers, where a device copies
+        from it."""
         self._form = form or ResidentForm()
         self._pins = pins
 
@@ -23,8 +24,8 @@ class Residence:
         return changed(kv, self.of_layers(len(kv.layers)))
 
     def of_layers(self, layers: int) -> Callable[[int, LayerKV], LayerKV]:
-        """Return what makes a layer, given its index, what the first tier keeps, for one chunk of
-        so many ``layers``, which come in order."""
+        """Return a function of a layer and its index that returns the first tier's form, for one
+        chunk of ``layers`` layers. It is called in their order."""
         form = self._form
         if self._pins is None:
             return form.resident
@@ -32,5 +33,5 @@ class Residence:
         return lambda index, layer: memory.take(form.resident(index, layer))
 
     def computed(self, kv: ChunkKV) -> ChunkKV:
-        """Return what the first tier keeps as it was computed, but for rounding."""
+        """Return the first tier's form as it was computed, with rounding errors."""
         return changed(kv, self._form.computed)

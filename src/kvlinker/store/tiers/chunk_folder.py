@@ -51,7 +51,7 @@ class ChunkFolder:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shortage(self, nbytes: int) -> int:
-        """Return how many bytes the file system lacks to take so many and leave some to others,
+        """Return how many bytes the file system lacks to take ``nbytes`` and leave some to others,
         first the catalog."""
         disk = shutil.disk_usage(self.directory)
         spare = min(SPARE_BYTES, int(disk.total * SPARE_SHARE))
@@ -130,8 +130,8 @@ class ChunkFolder:
         return [path.name for path in found]
 
     def remove_temporary_files(self, older_than: float) -> None:
-        """Remove what a crash left behind, if it is older than so many seconds: a younger file may
-        be another process's that is still being written."""
+        """Remove what a crash left behind, if it is older than ``older_than`` seconds: a younger
+        file may be another process's that is still being written."""
         for entry in self._entries():
             if entry.name.endswith(TEMPORARY_SUFFIX):
                 with suppress(FileNotFoundError):

@@ -28,7 +28,8 @@ class IndexedFolder(LocalTier):
 
     Several processes may share the folder: each adopts files that another wrote when it is asked
     for them. Before it makes room for a file of its own, it looks now and then what others wrote,
-    removed and used: the budget is that of all together, but for what others wrote since then.
+    removed and used: the budget is that of all together, without the files that others wrote since
+    then.
 
     A deleted chunk whose file the disk does not let go of is tombstoned: it is not found any more,
     and deleted again later.
@@ -91,7 +92,7 @@ class IndexedFolder(LocalTier):
             self._evict_for(0)
 
     def give_up(self, nbytes: int) -> int:
-        """Evict so many bytes, or what can be evicted; returns how many were."""
+        """Evict ``nbytes`` bytes, or fewer if no more can be evicted; returns how many were."""
         with self._lock:
             before = self.used_bytes
             if self._yields:
@@ -118,7 +119,7 @@ class IndexedFolder(LocalTier):
             return self._index.touch(key)
 
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Evict for a chunk's file of so many bytes that another process will write; returns
+        """Evict for a chunk's file of ``nbytes`` bytes that another process will write; returns
         whether it has room."""
         with self.reserved(key, nbytes) as has_room:
             return has_room
@@ -269,14 +270,14 @@ class IndexedFolder(LocalTier):
         self._limit_guest(nbytes)
 
     def _evict(self, nbytes: int) -> None:
-        """Evict until so many bytes of the budget are unused; the lock is held."""
+        """Evict until ``nbytes`` bytes of the budget are unused; the lock is held."""
         for key, size in self._index.make_room(nbytes):
             self._remove(key)
             self._events.publish(ChunkEvicted(self.name, size))
 
     def _leave_room(self, nbytes: int) -> bool:
-        """Evict until the disk itself has room for so many bytes; returns whether it has. The lock
-        is held.
+        """Evict until the disk itself has room for ``nbytes`` bytes; returns whether it has. The
+        lock is held.
 
         Where it cannot have it, only as much is evicted as others have to find free.
         """
@@ -297,13 +298,13 @@ class IndexedFolder(LocalTier):
         return possible
 
     def _limit_guest(self, nbytes: int = 0) -> None:
-        """Leave the guest what neither the chunks here nor so many bytes more take; the lock is
+        """Leave the guest the room beyond the chunks here and ``nbytes`` more bytes; the lock is
         held."""
         if self._guest is not None:
             self._guest.set_budget(self._unused_bytes - nbytes - self._reserved_bytes)
 
     def _take_back(self, nbytes: int) -> int:
-        """Have the guest give up so many bytes of the disk; returns how many it did."""
+        """Let the guest evict ``nbytes`` bytes of the disk; returns how many it did."""
         return 0 if self._guest is None else self._guest.give_up(nbytes)
 
     @property

@@ -63,8 +63,8 @@ class BlobMedium(Protocol):
 
     @property
     def ahead_bytes(self) -> int:
-        """The bytes that one round trip brings while a blob is read layer by layer: so many that
-        the trip itself hardly counts, and so few that the first layers come soon."""
+        """The bytes that one round trip reads while a blob is read layer by layer: enough to hide
+        the trip's own time, and few enough for the first layers to arrive soon."""
 
     def open(self) -> tuple[int, ...]:
         """Reach the medium and evict down to the budget, also again after an outage; returns

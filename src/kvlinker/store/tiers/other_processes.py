@@ -27,7 +27,7 @@ class FolderScan(NamedTuple):
     """The keys of all files, those that were used last at the end."""
 
     used_by_others: frozenset[str]
-    """Those that another process used, or wrote, since the last look."""
+    """Files that another process used, or wrote, since the last look."""
 
 
 class OtherProcesses:

@@ -32,9 +32,9 @@ class GuardedMedium:
     """Calls a medium as long as it answers.
 
     After a failure the medium counts as down: no call is made until a thread finds that it answers
-    again. It is tried after ``pause_seconds``, and after twice as long each time as long as nothing
-    but the trials succeeds, up to a minute. The start and the end of an outage are logged; every
-    failure is published as TierUnavailable.
+    again. It is tried after ``pause_seconds``, and each failed trial doubles the pause, up to a
+    minute. The start and the end of an outage are logged; every failure is published as
+    TierUnavailable.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ if redis.call('EXISTS', blob) == 0 then
 end
 """
 )
-"""Gives up a write. Arguments: key."""
+"""Cancels a write. Arguments: key."""
 
 DELETE = (
     _PRELUDE

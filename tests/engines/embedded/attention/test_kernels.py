@@ -7,8 +7,12 @@ import torch
 from kvlinker.engines import native
 from kvlinker.engines.embedded.attention import kernels
 from kvlinker.engines.embedded.attention.kernels import choose_kernel
-from kvlinker.engines.embedded.attention.native_dots import NativeDots, dot_products, native_dots
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.position_scores import (
+    NativeDots,
+    dot_products,
+    native_dots,
+)
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.native import NativeUnavailableError

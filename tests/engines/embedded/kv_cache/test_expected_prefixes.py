@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator
 from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode
-from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
+from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree, eviction_order
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from tests.engines.embedded.conftest import random_tokens
@@ -105,7 +104,7 @@ def test_all_nodes_are_looked_through_once_for_each_tenant_not_for_each_eviction
         pool.expect(name, 5 + int(name))
     used = Counting(pool.tree._used)
     evicted = []
-    for node in given_up_next(used, pool.allocator, pool.now):
+    for node in eviction_order(used, pool.allocator, pool.now):
         del used[node]
         evicted.append(node)
     assert len(evicted) == len(set(evicted)) == 60

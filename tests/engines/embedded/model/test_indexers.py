@@ -97,7 +97,7 @@ def test_layers_say_what_their_indexers_keep(family):
         "glm_moe_dsa-shared-picks": [(True, 0), (False, 0), (True, 2), (False, 2)],
         "hy_v4-picks-streams-sinks": [(True, 0), (False, 0), (True, 2), (False, 2)],
         "minimax_m3-blocks": [(False, None), (True, 1), (True, 2)],
-        "qwen4_exp-blocks-states-ngrams": [(True, 0), (True, 1)],
+        "qwen4_exp-blocks-states": [(True, 0), (True, 1)],
     }.get(family, [(True, 0), (True, 1), (True, 2)])
     kept = [layer.indexer for layer in layers if layer.indexer is not None]
     assert {each.dim for each in kept} == {16}

@@ -54,7 +54,7 @@ class Choices:
         self.tenant = asked.tenant
         self.began = time.monotonic()
         self.output_tokens = 0
-        """Of all choices so far."""
+        """Counted over all choices so far."""
         self._count = len(asked.prompts) * n
         self._inbox = inbox_of(loop)
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
@@ -83,7 +83,7 @@ class Choices:
             handle.cancel()
 
     def fail(self, error: KVLinkerError) -> None:
-        """Have ``events`` end with an error. Belongs to the event loop."""
+        """End ``events`` with an error. Called in the event loop."""
         self._events.put_nowait((0, Failed(error)))
         self.cancel()
 

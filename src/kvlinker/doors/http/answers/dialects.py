@@ -119,7 +119,7 @@ class Translation:
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
-        """Have errors name the caller's fields."""
+        """Replace field names in errors of the block by the caller's."""
         try:
             yield
         except KVLinkerError as error:

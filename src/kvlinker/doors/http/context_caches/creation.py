@@ -122,8 +122,8 @@ def _texts(served: ServedModel, body: CreateContextCachesRequest) -> list[str]:
 
 @contextmanager
 def _blaming_split(body: CreateContextCachesRequest) -> Iterator[None]:
-    """Have an error about a chunk that is too long name the field that made it so long: where
-    ``input`` was split, the limit."""
+    """Name the responsible field in an error about a chunk that is too long: where ``input`` was
+    split, the limit."""
     try:
         yield
     except ContextLengthError as error:

@@ -123,7 +123,8 @@ def prefetch_context_caches(
     body: PrefetchRequest, served: ServedModelParam, tenant: TenantParam
 ) -> PrefetchAnswer:
     """Read the KV of context caches into memory in the background, from slower tiers or by
-    computing it, as long as memory has room. It drives out nothing, and is no use of them."""
+    computing it, as long as memory has room. Nothing is evicted for them, and it does not count as
+    a use."""
     caches = served.llm.caches
     if body.ids is not None:
         try:

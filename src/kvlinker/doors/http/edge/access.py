@@ -3,7 +3,7 @@ admin's; for the app and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see
 ``kvlinker.doors.http.edge.address``). With keys, every route asks for ``Authorization: Bearer
-<key>`` or ``x-api-key: <key>``, but for probes, which have no keys (``/health``, ``/live``), the
+<key>`` or ``x-api-key: <key>``. Exempt are probes, which have no keys (``/health``, ``/live``), the
 pages and their files (without any data in them: ``/`` asks its reader for a key) and
 ``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all
 tenants and name none; the last requests are shown to their own tenant, and to admins.
@@ -22,7 +22,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvlinker.base.errors import AuthenticationError, KVLinkerError, WayOut
+from kvlinker.base.errors import AuthenticationError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.address import is_loopback
 from kvlinker.doors.http.edge.draining import PROBES
@@ -163,4 +163,7 @@ class KeyCheck:
         return found
 
 
-_UNKNOWN_KEY = AuthenticationError(f"Missing or unknown API key. {WayOut.KEY}")
+_UNKNOWN_KEY = AuthenticationError(
+    "Missing or unknown API key. Send 'Authorization: Bearer <key>' or 'x-api-key: <key>', which"
+    " api_key of a client and --api-key of a command do."
+)

@@ -46,7 +46,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def listen(listener: socket.socket) -> None:
-    """Have a bound socket listen. Raises AddressError where another process listens there."""
+    """Listen on a bound socket. Raises AddressError where another process listens there."""
     try:
         listener.listen()
     except OSError as error:

@@ -43,8 +43,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def prompt_body_bytes(max_tokens: int) -> int:
-    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of
-    ``max_tokens`` tokens."""
+    """Return the limit of bodies that hold only prompts, for a window of ``max_tokens`` tokens."""
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
 
 
@@ -53,8 +52,8 @@ class BodyLimits:
     complete in time.
 
     ``sizes`` are in bytes by path; bodies of other paths have ``MAX_BODY_BYTES``. Nothing is read
-    of a body that announces too much. A body has so many ``seconds``, and one more for every
-    ``LEAST_BYTES_PER_SECOND`` bytes that have come.
+    of a body that announces too much. A body has ``seconds``, and one second more for every
+    ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
     """
 
     def __init__(self, app: ASGIApp, sizes: Mapping[str, int], seconds: float) -> None:

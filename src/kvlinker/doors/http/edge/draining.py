@@ -79,7 +79,7 @@ class Drain:
         self.began = True
 
     def add(self, answer: OpenAnswer) -> None:
-        """Have an answer fail when its request is cut off."""
+        """Register an answer, which fails when its request is cut off."""
         self._answers.add(answer)
         if self._cuts:
             answer.fail(engine_closed())

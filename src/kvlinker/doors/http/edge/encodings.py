@@ -137,4 +137,4 @@ EXPANDERS: dict[str, Callable[[bytes, int], bytes]] = {
     "deflate": _inflate,
     **({} if zstandard is None else {"zstd": _expand_zstd}),
 }
-"""Expand bodies to so many bytes at most, by the names of their encodings."""
+"""Functions that expand a body to at most a number of bytes, by the names of encodings."""

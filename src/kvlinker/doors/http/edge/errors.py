@@ -33,7 +33,6 @@ from kvlinker.base.errors import (
     KVLinkerError,
     ModelLoadingError,
     OverloadedError,
-    in_words_of,
     shortened,
 )
 from kvlinker.base.types.limits import MAX_MESSAGE_CHARACTERS
@@ -175,8 +174,8 @@ def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
 
 @contextmanager
 def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
-    """Have errors about a whole prompt name the request's ``field`` that the prompt comes from, and
-    those about the answer's length the field ``length``."""
+    """Name the request's ``field`` in errors about a whole prompt, and the field ``length`` in
+    errors about the answer's length."""
     try:
         yield
     except InvalidRequestError as error:
@@ -188,7 +187,7 @@ def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have the app answer exceptions by the error body."""
+    """Answer exceptions of the app by the error body."""
     app.add_exception_handler(KVLinkerError, _on_kvlinker_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -229,7 +228,7 @@ class RequestIds:
 
 
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
-    """Have the answer name fields and entries of the request that have no effect. Names are the
+    """Name the request's fields and entries without effect in a header of the answer. Names are the
     caller's text: a header holds printable ASCII, and no space at its ends."""
     escaped = (path.encode("ascii", "backslashreplace").decode() for path in paths)
     shown = (re.sub(r"[^!-~]", "?", path) or "?" for path in escaped)
@@ -334,7 +333,7 @@ def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
-    text = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
+    text = shortened(message, MAX_MESSAGE_CHARACTERS)
     return ErrorBody(error=ErrorDetails(message=text, type=kind, param=param, code=code))
 
 

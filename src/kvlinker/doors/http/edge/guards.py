@@ -39,8 +39,9 @@ BROWSER_HEADERS = (
 def add_guards(
     app: FastAPI, settings: Settings, drain: Drain, *, body_limits: Mapping[str, int]
 ) -> None:
-    """Have an app check hosts, keys, bodies and clients before any route, answer errors in the
-    words of each API, log requests, and drain. ``body_limits`` are in bytes, by path."""
+    """Add the app's guards: they check hosts, keys, bodies and clients before any route, answer
+    errors in the words of each API, log requests, and drain. ``body_limits`` are in bytes, by
+    path."""
     app.state.keyed = bool(settings.accepted_keys)
     hosts = hosts_to_check(settings)
     app.state.hosts_checked = hosts is not None

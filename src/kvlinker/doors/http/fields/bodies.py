@@ -148,7 +148,7 @@ def other_than(*types: str) -> WithJsonSchema:
 
 class RequestBody(BaseModel):
     """Base of all request bodies: types are strict, and unknown fields are left out and named by
-    the answer (``ignored_paths``), but for those that are null, which means nothing. Bodies of
+    the answer (``ignored_paths``). Null means nothing, and such fields are not named. Bodies of
     kvlinker's own, whose fields nobody sends by chance, refuse them.
 
     The tags of unions are in angle brackets, to distinguish them from the path of an error (see

@@ -242,8 +242,8 @@ class DecodingFields(RequestBody):
         )
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given, by name, but for grammars, limits
-        and log probabilities."""
+        """Return the set fields of ``SamplingParams`` by name, without grammars, limits and log
+        probabilities."""
         given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)

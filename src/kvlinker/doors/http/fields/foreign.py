@@ -54,7 +54,7 @@ _ANTHROPIC = frozenset({Place.MESSAGES, Place.COUNT_TOKENS})
 
 @dataclass(frozen=True, slots=True)
 class ForeignFields:
-    """What happens to fields, and why. Null is accepted for all of them."""
+    """The treatment of fields, and its reason. Null is accepted for all of them."""
 
     names: tuple[str, ...]
     places: frozenset[Place]

@@ -104,7 +104,7 @@ class ContextCachePart(RequestBody):
 
 
 class RefusalPart(RequestBody):
-    """What the assistant said where it refused, earlier in the conversation."""
+    """The assistant's words where it refused, earlier in the conversation."""
 
     type: Literal["refusal"]
     refusal: Text

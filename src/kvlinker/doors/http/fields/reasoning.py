@@ -47,7 +47,7 @@ class ThinkingBody(RequestBody):
 
 
 class ThinkingBudget(RequestBody):
-    """Asks for reasoning of so many tokens at most."""
+    """Asks for reasoning of at most ``budget_tokens`` tokens."""
 
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1, le=2**31 - 1)

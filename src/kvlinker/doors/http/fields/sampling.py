@@ -45,8 +45,8 @@ from kvlinker.service.workflows import (
 
 
 class NextUseBody(RequestBody):
-    """Context caches that a workflow will use in so many ``steps``, its requests from this one on,
-    or in so many ``seconds``."""
+    """Context caches that a workflow will use in ``steps`` requests of its own, counted from this
+    one, or in ``seconds``."""
 
     refuses_unknown: ClassVar[bool] = True
 
@@ -208,8 +208,8 @@ class SamplingBody(DecodingFields):
         return self
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given, by name, but for ``max_tokens``
-        and ``logprobs``."""
+        """Return the set fields of ``SamplingParams`` by name, without ``max_tokens`` and
+        ``logprobs``."""
         given = super().sampling_fields()
         if self.prompt_logprobs is not None:
             given["prompt_logprobs"] = self.prompt_logprobs

@@ -31,7 +31,7 @@ class PromptTokenCounts(ResponseBody):
 
 
 class RunningRequest(ResponseBody):
-    """A request that is being answered, for so many ``seconds``; its prompt's tokens, and those of
+    """A request that has been answered for ``seconds``, with the tokens of its prompt and those of
     all its choices so far."""
 
     tenant: str

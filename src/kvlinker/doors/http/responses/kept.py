@@ -35,7 +35,7 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-"""What ids of items begin with, by type."""
+"""The prefixes of items' ids, by type."""
 
 
 @dataclass(frozen=True, slots=True)

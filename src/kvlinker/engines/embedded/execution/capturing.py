@@ -14,8 +14,7 @@ from torch import Tensor
 from kvlinker.engines.contract.observation import ScoreCollector
 from kvlinker.engines.embedded.model.anatomy import Anatomy, keeping
 from kvlinker.engines.embedded.model.states.kept_states import FIRST_TOKENS, Edges, edges_of
-from kvlinker.engines.embedded.model.states.recurrence import Recurrence
-from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall, Seam
+from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
 from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
 
@@ -77,12 +76,11 @@ class Capture:
         return tuple(
             tuple(
                 StateCapture(
-                    recurrence,
                     edges_of(self._anatomy, end - start, self._first_tokens),
                     self._dtype,
                     keeps_inner=self._keeps_inner,
                 )
-                for recurrence in self._anatomy.recurrences
+                for _ in self._anatomy.recurrences
             )
             for start, end in self._spans
         )
@@ -106,17 +104,15 @@ class Capture:
         gates: Gates = (),
     ) -> None:
         """Keep the effect of one run of tokens from position ``start`` on, on the state of a layer:
-        ``entering`` [channels, window + run] is convolved, of which the tokens before them are the
-        first, and ``mixed`` and ``gates`` [1, run, …] are the arguments of the rule after that.
-        Does nothing if the KV alone is collected."""
-        window = self._anatomy.recurrences[layer].window if self._anatomy.recurrences else 0
+        ``entering`` [channels, run] is convolved, and ``mixed`` and ``gates`` [1, run, …] are the
+        arguments of the rule after that. Does nothing if the KV alone is collected."""
         for (first, last), chunk in zip(self._spans, self._states, strict=True):
-            begin, end = max(start, first), min(start + entering.shape[1] - window, last)
+            begin, end = max(start, first), min(start + entering.shape[1], last)
             if chunk and begin < end:
                 rows = slice(begin - start, end - start)
                 chunk[layer].record(
                     begin - first,
-                    entering[:, rows.start : rows.stop + window],
+                    entering[:, rows].T,
                     call,
                     tuple(part[:, rows] for part in mixed),
                     tuple(part[:, rows] for part in gates),
@@ -137,11 +133,8 @@ class Capture:
 class StateCapture:
     """Collects the effect of one chunk's tokens on the state of one layer."""
 
-    def __init__(
-        self, recurrence: Recurrence, edges: Edges, dtype: torch.dtype, *, keeps_inner: bool
-    ) -> None:
+    def __init__(self, edges: Edges, dtype: torch.dtype, *, keeps_inner: bool) -> None:
         first, last, tokens, context = edges
-        self._recurrence = recurrence
         self._mixed_of = ((0, first), (context, tokens))
         self._gates_of = ((0, first), (last, tokens))
         self._inner = first, last
@@ -153,12 +146,10 @@ class StateCapture:
         self._inner_entering: list[tuple[Tensor, ...]] = []
 
     def record(
-        self, begin: int, behind: Tensor, call: RuleCall | None, mixed: Mixed, gates: Gates
+        self, begin: int, entering: Tensor, call: RuleCall | None, mixed: Mixed, gates: Gates
     ) -> None:
-        """Take in the chunk's tokens from ``begin`` on: what enters of them and of those before,
-        [channels, window + run], and the rule's arguments [1, run, …]."""
-        window = self._recurrence.window
-        entering = behind[:, window:].T
+        """Take in the chunk's tokens from ``begin`` on: what enters of them, [run, channels], and
+        the rule's arguments [1, run, …]."""
         end = begin + len(entering)
         for rows in _rows(begin, end, self._mixed_of):
             self._entering.append(self._copied(entering[rows]))
@@ -167,26 +158,23 @@ class StateCapture:
         for rows in _rows(begin, end, [self._inner]):
             if call is not None:
                 inside = [tuple(part[:, rows] for part in parts) for parts in (mixed, gates)]
-                seam = Seam(behind[None, :, rows.start : rows.start + window])
-                self._effect = call.effect(inside[0], inside[1], self._effect, seam)
+                self._effect = call.effect(inside[0], inside[1], self._effect)
             if self._keeps_inner:
                 kept_gates = (gate[0, rows].cpu().clone() for gate in gates)
                 self._inner_entering.append((self._copied(entering[rows]), *kept_gates))
 
     def finish(self) -> ChunkState:
         """Return the result, once all tokens were recorded."""
-        effect, kept_factor = self._effect, self._recurrence.factor_dtype(self._dtype)
+        effect = self._effect
         return ChunkState(
             torch.cat(self._entering),
             tuple(map(torch.cat, zip(*self._gates, strict=True))),
-            None
-            if effect is None
-            else (self._copied(effect.factor, kept_factor), self._copied(effect.offset)),
+            None if effect is None else (self._copied(effect.factor), self._copied(effect.offset)),
             tuple(map(torch.cat, zip(*self._inner_entering, strict=True))),
         )
 
-    def _copied(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return part.to("cpu", dtype or self._dtype, copy=True).contiguous()
+    def _copied(self, part: Tensor) -> Tensor:
+        return part.to("cpu", self._dtype, copy=True).contiguous()
 
 
 def _rows(begin: int, end: int, wanted: Iterable[tuple[int, int]]) -> Iterator[slice]:
@@ -217,24 +205,26 @@ class RecordingRoom:
         self._lock = threading.Lock()
         self.used_bytes = 0
 
-    def take(self, nbytes: int) -> bool:
-        """Take so many bytes; False, and none are taken, where they are not there."""
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve ``nbytes``. Return False, and reserve nothing, if less is free."""
         with self._lock:
             if self.used_bytes + nbytes > self._budget_bytes:
                 return False
             self.used_bytes += nbytes
             return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Give so many bytes back."""
+    def free(self, nbytes: int) -> None:
+        """Free ``nbytes``."""
         with self._lock:
             self.used_bytes -= nbytes
 
 
 class AnswerCapture:
-    """Collects the KV of generated tokens, as many as there come to be: it is a second copy, as
-    the pool's keys are rotated. Without room for one more it gives all up. The room lasts as long
-    as the capture."""
+    """Collects the KV of generated tokens, as a second copy, since the pool's keys are rotated.
+
+    If there is no room for one more token, it drops all of them. It frees its room when it is
+    deleted.
+    """
 
     def __init__(self, layers: int, start: int, room: RecordingRoom) -> None:
         """``start`` is the position of the first of them."""
@@ -247,23 +237,23 @@ class AnswerCapture:
     def record(self, layer: int, start: int, kv: LayerKV) -> None:
         parts = self._parts[layer]
         while parts and parts[-1].start >= start:  # computed again after a preemption
-            self._give_back(parts.pop().kv.nbytes)
+            self._free(parts.pop().kv.nbytes)
         nbytes = kv.nbytes
-        if self._refused or not self._room.take(nbytes):
+        if self._refused or not self._room.reserve(nbytes):
             self._refused = True
             for parts in self._parts:
                 parts.clear()
-            self._give_back(self._nbytes)
+            self._free(self._nbytes)
             return
         self._nbytes += nbytes
         parts.append(_Part(start, LayerKV.of_parts([part.clone() for part in kv.parts])))
 
     def __del__(self) -> None:
-        self._give_back(self._nbytes)
+        self._free(self._nbytes)
 
-    def _give_back(self, nbytes: int) -> None:
+    def _free(self, nbytes: int) -> None:
         self._nbytes -= nbytes
-        self._room.give_back(nbytes)
+        self._room.free(nbytes)
 
     @property
     def tokens(self) -> int:

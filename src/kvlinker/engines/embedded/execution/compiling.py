@@ -202,7 +202,7 @@ def _state(anatomy: Anatomy, position: int, random: Callable[..., Tensor]) -> Se
     """Return a state at this position, of the beginning's but for what the next convolution
     sees."""
     layers = tuple(
-        LayerState(random(each.channels, each.window), each.start(torch.device("cpu")))
+        LayerState(random(each.channels, each.window), torch.zeros(each.state_shape))
         for each in anatomy.recurrences
     )
     return SequenceState(position, layers) if layers else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvlinker.base.profiling import Profile
@@ -19,8 +20,7 @@ from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel
 from kvlinker.engines.embedded.attention.picked import attend_picked
 from kvlinker.engines.embedded.attention.views import View
-from kvlinker.engines.embedded.execution.batch import Batch
-from kvlinker.engines.embedded.execution.deviations import LayerDeviations
+from kvlinker.engines.embedded.execution.batch import Batch, SharedChunk
 from kvlinker.engines.embedded.execution.index_pass import IndexPass
 from kvlinker.engines.embedded.execution.late_layers import WaitInStep, late_owners
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
@@ -31,6 +31,7 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
 from kvlinker.engines.embedded.model.indexers import IndexerCall
+from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 from kvlinker.store.chunk_kv import LayerKV
@@ -352,3 +353,44 @@ def _axis_of_tokens(hidden: Tensor) -> int:
     """Return the axis after that of the batch, which has one sequence. Models with several streams
     have them before both (Gemma 3n), or after (HY V4)."""
     return hidden.shape.index(1) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerDeviations:
+    """Computes how far a layer's new keys and values of a request's active tokens are from those of
+    its chunks."""
+
+    positions: NDArray[np.int64]
+    """The positions of the active tokens, ascending: [active]."""
+
+    chunks: Sequence[SharedChunk]
+    layers: Sequence[LayerKV]
+    """The chunks' KV in this layer."""
+
+    rotary: Rotary | None
+
+    new: Callable[[], tuple[Tensor, Tensor]]
+    """Returns key, un-rotated, and value [kv_heads, active, head_dim]. It is called where they are
+    needed, maybe several times."""
+
+    def deviation(self, part: int) -> NDArray[np.float32]:
+        """Return the deviation as ``Deviations.deviation`` specifies it; tokens of no chunk have
+        none."""
+        found = np.zeros(len(self.positions), dtype=np.float32)
+        for chunk, layer in zip(self.chunks, self.layers, strict=True):
+            first, last = np.searchsorted(
+                self.positions, [chunk.start + chunk.first, chunk.start + chunk.last]
+            )
+            if first == last:
+                continue
+            positions = torch.from_numpy(self.positions[first:last])
+            new = self.new()[part][:, first:last]
+            if part == 0 and self.rotary is not None:
+                rotated = torch.empty_like(new, memory_format=torch.contiguous_format)
+                distances = (positions - chunk.start).to(new.device)
+                self.rotary.rotate(new, *self.rotary.at(distances), out=rotated)
+                new = rotated
+            stored = (layer.key, layer.value)[part][:, positions - chunk.start].to(new.device)
+            squares = (new.float() - stored.float()).square_().sum(dim=(0, 2))
+            found[first:last] = squares.cpu().numpy()
+        return found

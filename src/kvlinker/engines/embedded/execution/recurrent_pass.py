@@ -26,7 +26,7 @@ from kvlinker.engines.embedded.kv_cache.states import LayerState, SequenceState
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.states.delta_rule import DeltaRule, delta_rule
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall, Recurrence
-from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall, Seam
+from kvlinker.engines.embedded.model.states.rules import Effect, Gates, Mixed, RuleCall
 from kvlinker.engines.embedded.model.states.stepping import AnyLength
 
 
@@ -231,9 +231,6 @@ class _Layer:
     def _behind_all(self, group: _Group, call: RuleCall | None) -> Tensor:
         """Return the states after all parts: [sequences, heads, rows, columns]."""
         state = torch.stack([self._state(course).state for course in group.courses])
-        begins = torch.tensor(
-            [course.before is None for course in group.courses], device=state.device
-        )
         for part in group.parts:
             kind = part.stretches[0]
             if isinstance(kind, Mark):
@@ -246,10 +243,9 @@ class _Layer:
                 assert effect is not None
                 state = self._recurrence.applied(Effect(*effect), state)
             else:
-                state = self._scanned(part, call, state, begins)
+                state = self._scanned(part, call, state)
                 if state.untyped_storage().nbytes() > state.nbytes:
                     state = state.clone()  # without those before it
-                begins = torch.zeros_like(begins)
         return state
 
     def _state(self, course: Course) -> LayerState:
@@ -259,7 +255,7 @@ class _Layer:
         shape = self._recurrence
         return LayerState(
             self._entering.new_zeros(shape.channels, shape.window),
-            shape.start(self._entering.device),
+            torch.zeros(shape.state_shape, device=self._entering.device),
         )
 
     def _part(self, stretches: tuple[Stretch, ...], before: Tensor, begin: int) -> _Part:
@@ -289,30 +285,22 @@ class _Layer:
         for index, tokens, place in _new_tokens(part):
             self._put(tokens.rows, part.convolved[index, :, place].T)
             if isinstance(tokens.run.capture, Capture):
-                behind = self._entering_behind(part, index, place)
-                tokens.run.capture.record_state(self._number, tokens.start, behind)
+                entering = part.entering[index, :, place]
+                tokens.run.capture.record_state(self._number, tokens.start, entering)
 
-    def _entering_behind(self, part: _Part, index: int, place: slice) -> Tensor:
-        """Return what enters of some tokens of a sequence, after what their convolution sees:
-        [channels, window + tokens]."""
-        assert part.entering is not None
-        together = torch.cat([part.before[index], part.entering[index]], -1)
-        return together[:, place.start : place.stop + self._recurrence.window]
-
-    def _scanned(self, part: _Part, call: RuleCall, state: Tensor, begins: Tensor) -> Tensor:
-        """Return the states after tokens, and keep the output of those of the batch. ``begins``
-        [sequences] is true for the first ones of their text."""
+    def _scanned(self, part: _Part, call: RuleCall, state: Tensor) -> Tensor:
+        """Return the states after tokens, and keep the output of those of the batch."""
         assert part.entering is not None
         gates = self._gates(part, call)
         mixed = self._mixed(part, call)
-        output, last = call.scan(mixed, gates, state, Seam(part.before, begins))
+        output, last = call.scan(mixed, gates, state)
         for index, tokens, place in _new_tokens(part):
             self._put(tokens.rows, output[index, place])
             if isinstance(tokens.run.capture, Capture):
                 tokens.run.capture.record_state(
                     self._number,
                     tokens.start,
-                    self._entering_behind(part, index, place),
+                    part.entering[index, :, place],
                     call,
                     tuple(each[index : index + 1, place] for each in mixed),
                     tuple(each[index : index + 1, place] for each in gates),

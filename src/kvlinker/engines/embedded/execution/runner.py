@@ -15,8 +15,7 @@ from kvlinker.base.profiling import Profile
 from kvlinker.engines.embedded.attention.kernels import choose_kernel, step_kernel
 from kvlinker.engines.embedded.decoding.logprobs import Head
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
-from kvlinker.engines.embedded.execution.compiled.compiled_step import CompiledStep
-from kvlinker.engines.embedded.execution.compiled.layered_pass import LayeredPass
+from kvlinker.engines.embedded.execution.compiled.compiled_step import CompiledStep, LayeredPass
 from kvlinker.engines.embedded.execution.forward_pass import EmptyStepError, ForwardPass
 from kvlinker.engines.embedded.execution.late_layers import WaitInStep, never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead

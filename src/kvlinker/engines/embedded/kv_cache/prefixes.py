@@ -7,13 +7,12 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count as counting
 from typing import Any
 
 import numpy as np
 
-from kvlinker.engines.embedded.kv_cache.giving_up import given_up_next
 from kvlinker.engines.embedded.kv_cache.paths import PathChoices, PathChunk, Positions, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut, joined
 from kvlinker.engines.embedded.kv_cache.prefix_node import Match, Part, PrefixNode
@@ -21,6 +20,10 @@ from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import PrefixStates, SequenceState
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
+
+EXPECTED_SHARE = 0.5
+"""The largest share of the pool's slots that expected prefixes may keep from other prefixes of
+their tenant."""
 
 MOST_LENGTHS = 1024
 """The number of prompt lengths that are remembered, at which policies looked at the question."""
@@ -142,8 +145,8 @@ class PrefixTree:
     def expect(
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy, seconds: float
     ) -> None:
-        """Expect a prompt that begins as this one within so many ``seconds``: until then, it is
-        given up last of its tenant's, and afterwards first."""
+        """Expect a prompt that begins as this one within ``seconds``. Until then, it is evicted
+        last of its tenant's prefixes, and afterwards first."""
         root = self._roots.get(tenant)
         if root is not None:
             until = self._clock() + seconds
@@ -195,11 +198,12 @@ class PrefixTree:
         self._touch(self._follow(path.tenant, items))  # behind what was divided off
 
     def evict(self, slots: int) -> None:
-        """Give up prefixes until so many slots are free, or none is left that would free any."""
-        for node in given_up_next(self._used, self._allocator, self._clock()):
+        """Evict prefixes until ``slots`` slots are free. Stop early if no other prefix would free
+        any."""
+        for node in eviction_order(self._used, self._allocator, self._clock()):
             if self._allocator.free >= slots:
                 break
-            self._give_up(node)
+            self._evict_node(node)
         self._sweep()
 
     def leave(self, seconds: float) -> None:
@@ -395,7 +399,7 @@ class PrefixTree:
             self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
         )
 
-    def _give_up(self, node: PrefixNode) -> None:
+    def _evict_node(self, node: PrefixNode) -> None:
         """Take a node without children in the pool out of that: its KV goes to disk, or the node
         goes with all that stands after it."""
         if not self._write(node):
@@ -485,3 +489,38 @@ class PrefixTree:
             node.expected_until = math.inf
             if node in self._used:
                 self._used.move_to_end(node)
+
+
+def eviction_order(
+    used: Collection[PrefixNode], allocator: SlotAllocator, now: float
+) -> Iterator[PrefixNode]:
+    """Yield the nodes of ``used`` in the order in which they are evicted. ``used`` has the nodes in
+    the pool, the one used last at the end; the caller removes each node from it before the next.
+
+    Prefixes that were expected but not used are evicted first, then those that were used longest
+    ago. When an expected prefix is next, the prefix of its tenant that is needed last is evicted in
+    its place, as long as expected prefixes keep at most ``EXPECTED_SHARE`` of the pool.
+    """
+
+    def may_go(node: PrefixNode) -> bool:
+        frees = not node.spans or bool((allocator.users(node.spans) == 1).any())
+        return frees and not node.has_children_in_pool
+
+    expected = {node for node in used if now <= node.expected_until < math.inf}
+    kept = sum(len(node.own) for node in expected)
+    orders: dict[str, list[PrefixNode]] = {}  # a tenant's nodes, in the order in which they may go
+    late = [node for node in used if node.expected_until < now]
+    for head in [*late, *used]:
+        while head in used and may_go(head):
+            node = head
+            if head in expected and kept <= EXPECTED_SHARE * allocator.slots:
+                if head.tenant not in orders:
+                    own = [each for each in used if each.tenant == head.tenant]
+                    orders[head.tenant] = sorted(own, key=lambda each: -each.expected_until)
+                own = orders[head.tenant]
+                node = next(each for each in own if each in used and may_go(each))
+                own.remove(node)
+            if node in expected:
+                expected.remove(node)
+                kept -= len(node.own)
+            yield node

@@ -77,7 +77,7 @@ class PoolSpill:
 
     @property
     def note(self) -> bytes | None:
-        """What an earlier process said of the KV that it left; None if there is none."""
+        """The description of the KV that an earlier process left; None if there is none."""
         return self._files.note
 
     def leave(self, note: bytes) -> None:

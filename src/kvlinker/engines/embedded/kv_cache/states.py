@@ -59,7 +59,7 @@ def worth_keeping(prompt: Prompt, endings: Collection[int]) -> tuple[int, ...]:
 
 class PrefixStates:
     """The states at the ends of nodes of the tree of prefixes: those that were used last, a limited
-    number. A node that is given up loses its own."""
+    number. An evicted node loses its own."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -97,7 +97,7 @@ class PrefixStates:
         self._states.pop(node, None)
 
     def pass_on(self, node: PrefixNode, rest: PrefixNode) -> None:
-        """Have ``rest``, the end of a divided node, keep its state."""
+        """Give ``rest``, the end of a divided node, its state."""
         state = self._states.pop(node, None)
         if state is not None:
             self._states[rest] = state

@@ -30,7 +30,7 @@ class LayerShape(AttentionShape):
     """How it attends to latents; None if it keeps keys and values."""
 
     indexer: Indexer | None = None
-    """What picks the tokens that its queries see; None if it has no indexer of its own."""
+    """Its own indexer, which picks the tokens that its queries see; None if it has none."""
 
     picker: int | None = None
     """The layer whose indexer picks the tokens that its queries see; None if they see all."""
@@ -81,7 +81,7 @@ class Anatomy:
     """The attentions, in the order in which the model computes them."""
 
     recurrences: tuple[Recurrence, ...]
-    """What keeps a state, in the order in which the model computes it."""
+    """The layers that keep a state, in the order in which the model computes it."""
 
     blocks: int
     """The number of the decoder layers' calls in a pass."""

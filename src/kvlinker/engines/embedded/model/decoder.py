@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from kvlinker.engines.embedded.model.states.known import OF_RECURRENT_LAYERS
-
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the model's decoder layers: what is listed in it and has attention or a state, but for
@@ -18,5 +16,4 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    names = "layer_idx", *OF_RECURRENT_LAYERS
-    return any(hasattr(part, name) for part in module.modules() for name in names)
+    return any(hasattr(part, "layer_idx") for part in module.modules())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+from kvlinker.engines.contract.removed_models import refuse_removed
 from kvlinker.engines.contract.rotary_forms import RotaryForm
 from kvlinker.engines.embedded.model.anatomy import Anatomy, LayerShape
 from kvlinker.engines.embedded.model.bounds import context_window, scale_queries_alike
@@ -56,23 +57,22 @@ def anatomy_of(model: Any) -> Anatomy:
     """Look at the model's layers.
 
     Raises UnsupportedModelError when a layer's attention or positions do not pass through the
-    places that kvlinker steps into, or when a layer keeps something else.
+    places that kvlinker steps into, when a layer keeps something else, and for a family that
+    kvlinker no longer links.
     """
+    refuse_removed(model.config)
     transformers_logging.set_verbosity_error()
     prepare(model)
     scale_queries_alike(model)
     tracer = _Tracer(model, context_window(model))
     try:
-        states = _looked_at(model, tracer, with_cache=True)
+        states = _looked_at(model, tracer)
     except EXHAUSTED:
         raise
     except Exception as error:  # whatever the model's code raises
-        again = _without_cache(model)
-        if again is None:
-            otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
-            raise refusal(model, obstacle_of(model, otherwise)) from error
-        tracer, states = again, 0
-    if tensors_held(tracer.recurrences) not in (None, states):
+        otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
+        raise refusal(model, obstacle_of(model, otherwise)) from error
+    if tensors_held(tracer.recurrences) != states:
         raise refusal(model, obstacle_of(model, Obstacle.STATE))
     if has_indexer(model) and all(layer.picker is None for layer in tracer.layers):
         raise refusal(model, Obstacle.SELECTION)
@@ -97,7 +97,7 @@ def anatomy_of(model: Any) -> Anatomy:
     )
 
 
-def _looked_at(model: Any, tracer: _Tracer, *, with_cache: bool) -> int:
+def _looked_at(model: Any, tracer: _Tracer) -> int:
     """Have ``tracer`` watch a forward pass; returns the number of states that the model's own cache
     holds after it."""
     device = model.device
@@ -112,23 +112,9 @@ def _looked_at(model: Any, tracer: _Tracer, *, with_cache: bool) -> int:
             input_ids=positions % model.config.get_text_config().vocab_size,
             attention_mask=all_visible(LOOKED_AT, device) if has_indexer(model) else None,
             position_ids=positions,
-            use_cache=with_cache,
+            use_cache=True,
         )
     return states_held(output)
-
-
-def _without_cache(model: Any) -> _Tracer | None:
-    """Return what watched a forward pass without the model's own cache, where that has nothing to
-    say about states: an xLSTM's cannot hold keys that are narrower than values, as most have them.
-    None if the cache is needed, or the model fails without it, too."""
-    tracer = _Tracer(model, context_window(model))
-    try:
-        _looked_at(model, tracer, with_cache=False)
-    except EXHAUSTED:
-        raise
-    except Exception:  # whatever the model's code raises
-        return None
-    return tracer if tensors_held(tracer.recurrences) is None else None
 
 
 class _Tracer(Interceptor):

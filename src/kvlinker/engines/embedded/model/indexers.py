@@ -226,7 +226,7 @@ _picks: ContextVar[Picks | None] = ContextVar("kvlinker_picks", default=None)
 
 @contextmanager
 def picking_by(picks: Picks) -> Iterator[None]:
-    """Have this thread's passes pick by ``picks``."""
+    """Make this thread's passes pick by ``picks``."""
     token = _picks.set(picks)
     try:
         yield

@@ -32,7 +32,7 @@ class RotatedKeys(ResidentForm):
     with rotary embedding; latents and the shared key."""
 
     layers: tuple[LayerShape, ...]
-    """Those that keep keys and values."""
+    """The layers that keep keys and values."""
 
     def resident(self, index: int, layer: LayerKV) -> LayerKV:
         """Return the layer with rotated keys."""
@@ -118,7 +118,7 @@ class LoadedModel:
         return kv_bytes_per_token(self.layers, self.dtype)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Count the bytes of what all layers keep of a chunk of so many tokens."""
+        """Count the bytes that all layers keep of a chunk of ``tokens`` tokens."""
         states = chunk_bytes(self.anatomy, tokens, self.dtype, keeps_inner=self.keeps_inner)
         return tokens * self.kv_bytes_per_token + states
 

@@ -66,14 +66,15 @@ class StateLock(Protocol):
     """Locks the files of one catalog, shared or exclusively; a lock ends with the process."""
 
     def share(self) -> None:
-        """Use it as others may at the same time. Raises StoreError if one has it alone for long."""
+        """Share the lock with other processes. Raises StoreError if another process keeps it
+        exclusively for long."""
 
     def take_alone(self, patience: float = 0.0) -> None:
-        """Keep all others out. Raises StoreError if others use it for longer than ``patience``
-        seconds."""
+        """Acquire the lock exclusively. Raises StoreError if others hold it for longer than
+        ``patience`` seconds."""
 
     def close(self) -> None:
-        """Give the lock up. Idempotent."""
+        """Release the lock. Idempotent."""
 
 
 class Database(Protocol):

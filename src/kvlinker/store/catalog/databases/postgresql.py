@@ -26,17 +26,18 @@ from kvlinker.store.catalog.databases.state_lock import (
 from kvlinker.store.redaction import place_of, redacted
 
 MOST_CONNECTIONS = 8
-"""The most connections of one server. Queries take a millisecond: more would only wait."""
+"""The most connections of one server; chosen by hand. Queries take a millisecond, so more
+connections would only wait."""
 
 CONNECT_SECONDS = 3.0
-"""The seconds after which a database that does not answer is given up."""
+"""The seconds to wait for a connection; chosen by hand."""
 
 OUTAGE_SECONDS = 1.0
-"""The seconds for which it is then not asked at all: requests learn of an outage without
-waiting."""
+"""The seconds after an outage without any attempt to connect, in which requests fail at once;
+chosen by hand."""
 
 LOCK_SECONDS = 10
-"""The seconds that a transaction waits for those before it."""
+"""The seconds that a transaction waits for earlier transactions; chosen by hand."""
 
 _CONNECTION: dict[str, Any] = {
     "application_name": "kvlinker",
@@ -76,7 +77,7 @@ _COMPACTED = (
 
 
 class PostgresDatabase:
-    """Is the ``Database`` in the schema ``kvlinker`` of a PostgreSQL database."""
+    """PostgreSQL implementation of Database, in the schema ``kvlinker``."""
 
     texts = PostgresTexts()
 
@@ -322,7 +323,7 @@ class PostgresDatabase:
 
 
 class PostgresConnection:
-    """Is the ``Connection`` of one transaction."""
+    """PostgreSQL implementation of Connection, for one transaction."""
 
     texts = PostgresDatabase.texts
 
@@ -338,7 +339,7 @@ class PostgresConnection:
 
 
 class PostgresStateLock:
-    """Is the ``StateLock`` of a catalog: an advisory lock, which ends with its connection."""
+    """PostgreSQL implementation of StateLock: an advisory lock, which ends with its connection."""
 
     def __init__(self, database: PostgresDatabase) -> None:
         self._database = database
@@ -359,8 +360,9 @@ class PostgresStateLock:
         self._connection.close()
 
     def _taken(self, kind: str, patience: float) -> bool:
-        """Give up what is held, and take the lock; return whether that was possible. Two that have
-        it shared and want it alone would else wait for one another."""
+        """Release a lock that is held, then acquire this ``kind`` of it; return whether that was
+        possible. Otherwise two processes that share the lock, and want it alone, would wait for
+        each other."""
         deadline = time.monotonic() + patience
         if self._held is not None:
             self._connection.execute(f"SELECT pg_advisory_unlock{self._held}({_USING})")

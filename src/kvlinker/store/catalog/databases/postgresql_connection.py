@@ -1,5 +1,6 @@
-"""Connections to PostgreSQL that do not wait for ever. A server that hangs still acknowledges what
-it gets, so that neither TCP nor a timeout of its own ends the waiting: only the client can."""
+"""Connections to PostgreSQL with a deadline for each statement. A server that hangs still
+acknowledges what it gets, so that neither TCP nor a timeout of its own ends the waiting: only the
+client can."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from typing import Any, TypeVar
 import psycopg
 
 READ_SECONDS = 4.0
-"""The seconds after which a read that is not answered is given up: they take milliseconds."""
+"""The deadline of a read in seconds; chosen by hand. Reads take milliseconds."""
 
 WRITE_SECONDS = 12.0
-"""The same of a statement that changes something, or waits for those before it."""
+"""The deadline, in seconds, of a statement that writes or waits for earlier transactions; chosen by
+hand, longer than ``LOCK_SECONDS``."""
 
 R = TypeVar("R")
 
@@ -24,13 +26,13 @@ class SilentServerError(psycopg.OperationalError):
 
 
 class PatientConnection(psycopg.Connection[Any]):
-    """A connection whose statements take so long at most."""
+    """A connection whose statements end by a deadline."""
 
     _seconds = READ_SECONDS
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Give each statement so many seconds in the block."""
+        """Set the deadline of each statement in the block to ``seconds``."""
         before, self._seconds = self._seconds, seconds
         try:
             yield

@@ -64,7 +64,7 @@ _FIND = """WITH counted AS (
 
 
 class PostgresTexts:
-    """Is the ``Texts`` of a PostgreSQL database. Texts go with their chunks, by foreign keys."""
+    """PostgreSQL implementation of Texts. Foreign keys delete a text with its chunk."""
 
     def __init__(self) -> None:
         self._words = Words()

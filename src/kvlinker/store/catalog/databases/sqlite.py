@@ -24,13 +24,13 @@ the start."""
 
 
 class SQLiteConnection(sqlite3.Connection):
-    """Is the ``Connection`` of one transaction."""
+    """SQLite implementation of Connection, for one transaction."""
 
     texts = FTS5Texts()
 
 
 class SQLiteDatabase:
-    """Is the ``Database`` in a file.
+    """SQLite implementation of Database, in a file.
 
     SQLite does not wait for the disk while others wait for the lock: a power cut before ``persist``
     loses the last transactions, whole ones from the end, and damages nothing.

@@ -17,7 +17,7 @@ TOKENIZE = "porter unicode61"
 
 
 class FTS5Texts:
-    """Is the ``Texts`` of an SQLite database."""
+    """SQLite implementation of Texts, by FTS5."""
 
     def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
         connection.execute(

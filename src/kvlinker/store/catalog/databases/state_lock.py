@@ -14,7 +14,7 @@ TRY_AGAIN_SECONDS = 0.02
 
 
 class DirectoryLock:
-    """Is the ``StateLock`` of a state directory, by its file ``lock``."""
+    """File implementation of StateLock: locks the file ``lock`` of a state directory."""
 
     def __init__(self, directory: Path) -> None:
         """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""

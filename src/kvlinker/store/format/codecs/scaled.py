@@ -104,9 +104,9 @@ def _divisor(scale: Tensor) -> Tensor:
 def _pieces(
     stored: Tensor, scale: Tensor, decoded: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows
-    at a time: so few that PyTorch does not split them among threads, which would not help threads
-    that read, and that they fit in the processor's cache."""
+    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], a piece
+    of the rows at a time. A piece fits in the processor's cache, and is too small for PyTorch to
+    split it among threads, which would not help threads that read."""
     rows = max(1, _PIECE_NUMBERS // decoded.shape[-1])
     flat = stored.flatten(0, 1), scale.flatten()[:, None], decoded.view(-1, decoded.shape[-1])
     for begin in range(0, len(flat[1]), rows):

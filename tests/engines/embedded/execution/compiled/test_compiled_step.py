@@ -13,7 +13,7 @@ from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.execution.batch import Batch
-from kvlinker.engines.embedded.execution.compiled.bound_program import BoundProgram
+from kvlinker.engines.embedded.execution.compiled.bound_program import BoundModule, BoundProgram
 from kvlinker.engines.embedded.execution.compiled.compiled_step import (
     FEWEST_ROWS,
     MOST_ROWS,
@@ -22,7 +22,6 @@ from kvlinker.engines.embedded.execution.compiled.compiled_step import (
 )
 from kvlinker.engines.embedded.execution.compiled.step_structures import NativeStep
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.recording.module_calls import BoundModule
 from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
     Calculation,

@@ -10,8 +10,11 @@ from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.observation import QuestionProbe
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult, VisibleKV
-from kvlinker.engines.embedded.execution.compiled.compiled_step import MOST_ROWS, CompiledStep
-from kvlinker.engines.embedded.execution.compiled.layered_pass import LayeredPass
+from kvlinker.engines.embedded.execution.compiled.compiled_step import (
+    MOST_ROWS,
+    CompiledStep,
+    LayeredPass,
+)
 from kvlinker.engines.embedded.execution.compiling import _batch
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.model.recording.program import (

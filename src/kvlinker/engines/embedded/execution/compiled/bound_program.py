@@ -1,10 +1,9 @@
-"""A program as native code takes it: with the addresses of its weights, and of memory for so many
-tokens."""
+"""Binds a program to the addresses of its weights, and of the memory for the tokens of a step."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from kvlinker.engines.embedded.execution.compiled.step_structures import (
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.engines.embedded.model.norms import NormForm
-from kvlinker.engines.embedded.model.recording.module_calls import BoundModule, CallRows
 from kvlinker.engines.embedded.model.recording.program import (
     Calculation,
     HeadsPlace,
@@ -36,9 +34,11 @@ from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.weights.native_products import Form, products_of
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
 
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
 
 class BoundProgram:
-    """A program with memory for so many rows, as step.cpp takes it."""
+    """A program with memory for up to ``rows`` rows, in the form of step.cpp."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class BoundProgram:
         return memory.view(rows, place.row).to(torch.float32, copy=True)
 
     def part(self, step: NativeStep, begin: int, end: int) -> NativeStep:
-        """Have a step compute the operations [begin, end) only, and return it."""
+        """Return the step, set to compute the operations [begin, end) only."""
         step.operations = ctypes.addressof(self.operations[begin]) if begin < end else None
         step.count = end - begin
         return step
@@ -215,3 +215,42 @@ def _product_function(form: Form) -> native.Function:
 
 def address_of(function: native.Function) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+
+
+class CallRows(ctypes.Structure):
+    """The arguments that step.cpp fills in before it calls a function."""
+
+    _fields_ = (("rows", ctypes.c_int64), ("threads", ctypes.c_int64))
+
+
+class BoundModule:
+    """A module with the memory that it computes from and to, as a function for native code."""
+
+    def __init__(
+        self,
+        compute: Callable[[Tensor], Any],
+        inputs: Tensor,
+        outputs: Tensor,
+        failed: list[BaseException],
+    ) -> None:
+        """``compute`` calls the module. ``inputs`` and ``outputs`` are [rows, width], for as many
+        rows as a step may have; what goes wrong is added to ``failed``, for native code cannot
+        raise."""
+        self._call = compute
+        self._inputs = inputs
+        self._outputs = outputs
+        self._failed = failed
+        self.rows = CallRows()
+        self.function = CALLBACK(self._compute)
+
+    def _compute(self, _: int | None) -> None:
+        if self._failed:
+            return
+        try:
+            rows = self.rows.rows
+            with torch.inference_mode():
+                output = self._call(self._inputs[None, :rows])
+                first = output[0] if isinstance(output, tuple) else output
+                self._outputs[:rows] = first.view(rows, -1)
+        except BaseException as error:
+            self._failed.append(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from kvlinker.engines.embedded.attention.native_call import Rotation
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult
 from kvlinker.engines.embedded.execution.compiled.bound_program import BoundProgram, address_of
-from kvlinker.engines.embedded.execution.compiled.layered_pass import LayeredPass
 from kvlinker.engines.embedded.execution.compiled.step_structures import NativeStep, StepSight
 from kvlinker.engines.embedded.execution.forward_pass import ForwardPass
 from kvlinker.engines.embedded.execution.late_layers import never_wait
@@ -62,7 +62,7 @@ class _Workspace:
     """Memory in which one pass at a time is computed: it grows with the tokens of a pass."""
 
     def __init__(self, bind: Callable[[int], BoundProgram], table: SegmentTable) -> None:
-        """``bind`` makes memory for so many tokens."""
+        """``bind`` allocates memory for a number of tokens."""
         self._bind = bind
         self.table = table
         self.bound = bind(FEWEST_ROWS)
@@ -250,3 +250,51 @@ class CompiledStep:
             profile=None,
             wait=never_wait,
         )
+
+
+class LayeredPass:
+    """Computes a piece of a prompt some layers at a time, between steps of requests that decode.
+
+    A piece of few tokens reads all KV before it for these few. A larger piece, of which a step
+    computes only some layers, reads that KV once, and still delays the decoding requests no longer
+    ("layered prefill"). The pass stops behind each layer's attention. The KV of its tokens is
+    complete when it ends; until then its results lie in its own memory, and in slots that no other
+    request reads or writes.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        compute: Callable[[int, int], None],
+        result: Callable[[], StepResult],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``compute`` takes the operations [begin, end); ``result`` is called behind the last."""
+        self._ends = [
+            number
+            for number, operation in enumerate(program.operations, start=1)
+            if isinstance(operation, RecordedAttention)
+        ]
+        self._ends.append(len(program.operations))
+        self._compute = compute
+        self._result = result
+        self._clock = clock
+        self._begin = 0
+        self.seconds = 0.0
+        """How long it has taken so far."""
+
+    def go_on(self, until: float) -> StepResult | None:
+        """Compute one part, and more as long as half of the next one should be done by ``until``,
+        in seconds of the clock. Returns the result once all are computed, and None before."""
+        begin = self._clock()
+        while self._ends:
+            end = self._ends.pop(0)
+            self._compute(self._begin, end)
+            self._begin = end
+            now = self._clock()
+            self.seconds += now - begin
+            if now + (now - begin) / 2 > until and self._ends:
+                return None
+            begin = now
+        return self._result()

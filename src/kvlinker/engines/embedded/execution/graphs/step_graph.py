@@ -34,7 +34,7 @@ from kvlinker.engines.gpu.launching import place_kv, placing_addresses
 
 FEWEST_SEGMENTS = 16
 FEWEST_TILES = 16
-"""What a graph has room for at least."""
+"""The fewest segments, and the fewest tiles, that a graph has room for."""
 
 ALIGNMENT = 16
 """The numbers to a multiple of which sections of memory begin, so that kernels read whole lines."""
@@ -139,7 +139,7 @@ class _Room(NamedTuple):
     targets: int
     partial_rows: int
     lengths: tuple[int, ...]
-    """Those of ``TileTables.arrays``."""
+    """The lengths of ``TileTables.arrays``."""
 
     @classmethod
     def of(cls, tables: TileTables, kind: TileKind, rows: int, before: _Room | None) -> _Room:

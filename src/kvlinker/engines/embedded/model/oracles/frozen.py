@@ -19,17 +19,12 @@ from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
 from kvlinker.engines.embedded.model.oracles.referee import Referee
-from kvlinker.engines.embedded.model.states.known import CONVOLVED_PROJECTIONS, NGRAMS
 from kvlinker.linking.plan import Range
-
-Place = tuple[nn.Module, int]
-"""A module, and 0 for what enters it, or the number of one of the tensors that it returns."""
 
 
 class FrozenOracle:
     """Computes one text with the hidden states of chunks' tokens as they were when each chunk was
-    computed alone; keys, values and states are the model's own of these hidden states, but for
-    those that are made of several tokens, which are as they were, too.
+    computed alone; keys, values and states are the model's own of these hidden states.
 
     ``logits`` [last, vocabulary] are those of the text's last tokens in the model's own forward
     pass.
@@ -45,11 +40,6 @@ class FrozenOracle:
         self._tokens = torch.from_numpy(tokens).to(next(model.parameters()).device)
         self._last = last
         self._layers = [*decoder_layers(model), *_seeing_neighbours(model)]
-        self._reaching_back = [
-            part
-            for part in model.modules()
-            if hasattr(part, NGRAMS) or hasattr(part, CONVOLVED_PROJECTIONS)
-        ]
         self.logits = self._computed(self._tokens)
 
     def linked_logits(
@@ -63,22 +53,22 @@ class FrozenOracle:
         """
         inputs = [self._inputs(begin, end) for begin, end in chunks]
 
-        def frozen(place: Place, hidden: Tensor) -> Tensor:
+        def frozen(layer: nn.Module, hidden: Tensor) -> Tensor:
             changed = hidden.clone()
             for (begin, end), alone in zip(chunks, inputs, strict=True):
-                changed[:, begin:end] = alone[place]
+                changed[:, begin:end] = alone[layer]
             changed[:, list(again)] = hidden[:, list(again)]
             return changed
 
         with self._entering(frozen), tables_moved_back(self._model, moved):
             return self._computed(self._tokens, moved)
 
-    def _inputs(self, begin: int, end: int) -> dict[Place, Tensor]:
+    def _inputs(self, begin: int, end: int) -> dict[nn.Module, Tensor]:
         """Return what enters each layer, [1, tokens, …], where these tokens are computed alone."""
-        found: dict[Place, Tensor] = {}
+        found: dict[nn.Module, Tensor] = {}
 
-        def note(place: Place, hidden: Tensor) -> Tensor:
-            found[place] = hidden.clone()
+        def note(layer: nn.Module, hidden: Tensor) -> Tensor:
+            found[layer] = hidden.clone()
             return hidden
 
         with self._entering(note):
@@ -99,35 +89,27 @@ class FrozenOracle:
         return logits
 
     @contextmanager
-    def _entering(self, change: Callable[[Place, Tensor], Tensor]) -> Iterator[None]:
-        """Have each layer get what ``change`` makes of its input, and what is made of several
-        tokens, and kept of each, be what it makes of that."""
+    def _entering(self, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+        """Have each layer get what ``change`` makes of its input."""
 
         def entering(
             layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, Any]:
             if args:
-                return (change((layer, 0), args[0]), *args[1:]), kwargs
-            return args, kwargs | {"hidden_states": change((layer, 0), kwargs["hidden_states"])}
-
-        def leaving(part: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, Tensor):
-                return change((part, 1), output)
-            return tuple(change((part, index), each) for index, each in enumerate(output, 1))
+                return (change(layer, args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": change(layer, kwargs["hidden_states"])}
 
         with ExitStack() as hooks:
             for layer in self._layers:
                 hooks.enter_context(layer.register_forward_pre_hook(entering, with_kwargs=True))
-            for part in self._reaching_back:
-                hooks.enter_context(part.register_forward_hook(leaving))
             yield
 
 
 def _seeing_neighbours(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that convolve, or shift tokens: attention, or another of them, may come
-    before in the same decoder layer."""
+    """Return the modules that convolve tokens: attention, or another convolution, may come before
+    in the same decoder layer."""
     return [
         part
         for part in model.modules()
-        if any(isinstance(child, nn.Conv1d | nn.ZeroPad2d) for child in part.children())
+        if any(isinstance(child, nn.Conv1d) for child in part.children())
     ]

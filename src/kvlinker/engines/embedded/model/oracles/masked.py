@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.indexers import is_indexer
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.obstacles import rotary_modules
-from kvlinker.engines.embedded.model.states.known import REAL_GATES
 from kvlinker.linking.plan import Range
 
 MaskOf = Callable[[nn.Module, Tensor], Tensor]
@@ -103,17 +102,15 @@ class Oracle:
 
 @contextmanager
 def tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
-    """Have rotary modules make the tables of positions that are ``moved`` smaller, indexers pick
-    for these, and states that begin anew at position 0 do so where the text begins."""
+    """Have rotary modules make the tables of positions that are ``moved`` smaller, and indexers
+    pick for these."""
 
     def back(module: nn.Module, value: Any) -> Any:
         is_positions = isinstance(value, Tensor) and value.dtype == torch.long
         return value - moved if is_positions else value
 
-    others = [
-        part for part in model.modules() if is_indexer(type(part)) or hasattr(part, REAL_GATES)
-    ]
-    with _inputs_changed([*rotary_modules(model), *others], back):
+    indexers = [part for part in model.modules() if is_indexer(type(part))]
+    with _inputs_changed([*rotary_modules(model), *indexers], back):
         yield
 
 

@@ -15,7 +15,7 @@ from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
 
 
 class Kind(IntEnum):
-    """What an operation does: ``Kind`` of step.cpp."""
+    """The kind of an operation: ``Kind`` of step.cpp."""
 
     COPY = 0
     ADD = 1
@@ -97,7 +97,7 @@ class Calculation:
     form: NormForm | None = None
 
     by_tokens: bool = False
-    """Of GATHER: rows are chosen by the tokens' ids; False: they are the wanted tokens'."""
+    """For GATHER: rows are chosen by the tokens' ids; False: they are the wanted tokens'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,10 +51,10 @@ class Node:
 
     name: str
     arguments: Mapping[str, Any]
-    """What it was called with, defaults included."""
+    """The arguments of the call, defaults included."""
 
     output: Tensor
-    """What it computed, from the beginning of its memory on."""
+    """The output, from the beginning of its memory on."""
 
     module: nn.Module | None = None
     """The module that computed it."""

@@ -2,10 +2,120 @@
 
 from __future__ import annotations
 
-from kvlinker.engines.embedded.model.states.elements import RealGated, SelectiveScan
-from kvlinker.engines.embedded.model.states.lightning import LightningAttention
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
 from kvlinker.engines.embedded.model.states.rules import Rule
-from kvlinker.engines.embedded.model.states.scaled import MatrixMemory, TimeMixing
+
+
+class SelectiveScan(Rule):
+    """Mamba 1's rule, under which each element of a state fades by itself.
+
+    Tokens are the last dimension of the function's arguments. The function takes no state before
+    the first token, so ``scan`` adds what is left of that state.
+    """
+
+    def argument(self, given: Tensor) -> Tensor:
+        return given.transpose(1, 2)
+
+    def scan(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        given = {name: part.transpose(1, 2) for name, part in changed.items()}
+        output, last = function(**{**arguments, **given, "z": None, self.final: True})
+        if state is not None:
+            kept = _fading(arguments, given["dt"]) * state[:, 0, :, None]
+            output = output + torch.einsum("bdtn,bnt->bdt", kept, given["C"].float())
+            last = last + kept[:, :, -1]
+        return output.transpose(1, 2), last[:, None].float()
+
+    def returned(
+        self, arguments: Mapping[str, Any], output: Tensor, last: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        output = output.transpose(1, 2)
+        if arguments.get("z") is not None:
+            output = output * F.silu(arguments["z"])
+        return output, None if last is None else last[:, 0]
+
+
+def _fading(arguments: Mapping[str, Any], dt: Tensor) -> Tensor:
+    """Return what is left of each element of a state after each token: [batch, channels, tokens,
+    columns]."""
+    if arguments.get("delta_bias") is not None:
+        dt = dt + arguments["delta_bias"].to(dt.dtype)[..., None]
+    if arguments.get("delta_softplus"):
+        dt = F.softplus(dt)
+    return torch.exp(arguments["A"].float()[:, None] * dt.float().cumsum(-1)[..., None])
+
+
+class LightningAttention(Rule):
+    """MiniMax's linear attention: each head's state fades by a number of its own.
+
+    The function is a module's whole ``forward``, made of what enters it. It takes a state from a
+    cache for one token alone; of several it computes blocks, from a state of zeros on.
+    """
+
+    def scan(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        changed: Mapping[str, Tensor],
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = changed[self.written]
+        given = {**arguments, **changed, "past_key_values": None}
+        given.pop(self.final, None)
+        if state is None:
+            output, last = function(**given)
+        elif hidden.shape[1] == 1:
+            output, last = function(**given | {"past_key_values": _HeldState(state.to(hidden))})
+        else:
+            with _Begins(state.to(hidden)):
+                output, last = function(**given)
+        return output, last.float()
+
+
+class _HeldState:
+    """The cache of one layer."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._state = state
+
+    def get_linear_cache(self, layer: int) -> Tensor:
+        """Return the state before the first token."""
+        return self._state
+
+    def set_linear_cache(self, layer: int, state: Tensor) -> None:
+        """Take the state after the last token, which is returned as well."""
+
+
+class _Begins(TorchFunctionMode):
+    """Replaces the zeros of its shape that a model begins with by a given state."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self._state = state
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.zeros and args == tuple(self._state.shape):
+            return self._state
+        return func(*args, **(kwargs or {}))
+
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function by which modeling modules convolve what enters a rule."""
@@ -58,67 +168,3 @@ LIGHTNING = LightningAttention(
     always_pairs=True,
     takes_channels=False,
 )
-
-NGRAMS = "_shift_right_ignore_eos"
-"""The method by which embeddings of n-grams see the tokens before each."""
-
-FAR_CONVOLUTION = "short_conv_state_len"
-"""The tokens before each that the convolution after an embedding of n-grams reaches back to."""
-
-CONVOLVED_PROJECTIONS = "conv_qk_grouped"
-"""The module by which Zaya's layers convolve queries and keys, in a module that makes values of the
-token before, too."""
-
-REAL_GATES = "_rnn_scan"
-"""The method by which an RG-LRU computes its state."""
-
-REAL_GATED = RealGated(
-    "forward",
-    ("activations",),
-    (),
-    "activations",
-    "returns_state",
-    "elements",
-    is_held_in_cache=False,
-)
-
-TOKEN_SHIFT = "time_shift"
-"""The module by which RWKV's layers have each token's neighbour."""
-
-TIME_MIXING_INPUTS = "extract_key_value"
-"""The method by which those of RWKV's layers that keep a state make what they write."""
-
-TIME_MIXING = TimeMixing(
-    "forward",
-    ("hidden",),
-    (),
-    "hidden",
-    "returns_state",
-    "elements",
-    always_pairs=True,
-    takes_channels=False,
-    is_held_in_cache=False,
-)
-
-RESCALE = "_rescale_layers"
-"""The method by which RWKV divides weights before its first pass."""
-
-TOKENS_AT_ONCE = "max_inference_chunksize"
-"""The most tokens of a pass that an xLSTM computes together, by its configuration."""
-
-MATRIX_MEMORY_MODULE = "mlstm_backend"
-"""The module by which layers of an xLSTM apply their rule."""
-
-MATRIX_MEMORY = MatrixMemory(
-    "forward",
-    ("query", "key", "value"),
-    ("igate", "fgate"),
-    "value",
-    "returns_state",
-    "number",
-    always_pairs=True,
-    is_held_in_cache=False,
-)
-
-OF_RECURRENT_LAYERS = (REAL_GATES, TIME_MIXING_INPUTS, MATRIX_MEMORY_MODULE)
-"""What modules of layers have that keep a state and do not say which layer they are."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kvlinker.engines.embedded.model.states.rules import Effect, Mixed, Rule
@@ -20,24 +19,13 @@ def unconvolved(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden
 
 
-def token_before(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return each token's neighbour, which is a convolution, too."""
-    return F.pad(hidden, (1, -1))
-
-
-def convolved(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve each channel of ``hidden`` [batch, channels, tokens] with the tokens before."""
-    padded = F.pad(hidden, (weight.shape[-1] - 1, 0))
-    return F.conv1d(padded, weight[:, None], bias, groups=len(weight))
-
-
 @dataclass(frozen=True, slots=True)
 class ConvolutionCall:
     """One call of the convolution by a model."""
 
     function: Callable[..., Tensor]
     hidden: Tensor
-    """What is convolved: [1, channels, tokens]."""
+    """The input of the convolution: [1, channels, tokens]."""
 
     weight: Tensor
     """[channels, width]."""
@@ -46,7 +34,7 @@ class ConvolutionCall:
     """Bias and activation."""
 
     rules: tuple[Rule, ...]
-    """Those that the modeling module has: one of them is applied to what is convolved, or none."""
+    """The rules of the modeling module. The model applies one of them to the output, or none."""
 
     @property
     def is_taken_apart(self) -> bool:
@@ -107,17 +95,7 @@ class Recurrence:
         if self.rule is None:
             return 0
         factor, offset = self.rule.effect_values(self.state_shape)
-        return factor * self.factor_dtype(dtype).itemsize + offset * dtype.itemsize
-
-    def factor_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which factors of effects are kept, of chunks in this dtype."""
-        return torch.float32 if self.rule is not None and self.rule.has_scale else dtype
-
-    def start(self, device: torch.device) -> Tensor:
-        """Return the state [heads, rows, columns] before a text."""
-        if self.rule is None:
-            return torch.zeros(self.state_shape, device=device)
-        return self.rule.start(self.state_shape, device)
+        return (factor + offset) * dtype.itemsize
 
     def entering_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of what enters the layer of one token, with a convolution of this
@@ -142,12 +120,9 @@ class Recurrence:
         return self.rule.applied(Effect(*(part.to(state) for part in effect)), state)
 
 
-def tensors_held(recurrences: Iterable[Recurrence]) -> int | None:
-    """Return the number of tensors that a model's own cache has of layers with a state, for each
-    the context of the convolution, and the state; None if rules keep theirs elsewhere."""
-    total = 0
-    for each in recurrences:
-        if each.rule is not None and not each.rule.is_held_in_cache:
-            return None
-        total += 0 if each.goes_on else bool(each.window) + (each.rule is not None)
-    return total
+def tensors_held(recurrences: Iterable[Recurrence]) -> int:
+    """Count the tensors that a model's own cache has of layers with a state: for each, the context
+    of the convolution, and the state."""
+    return sum(
+        bool(each.window) + (each.rule is not None) for each in recurrences if not each.goes_on
+    )

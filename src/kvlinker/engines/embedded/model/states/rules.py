@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,28 +22,13 @@ Gates = tuple[Tensor, ...]
 
 
 class Effect(NamedTuple):
-    """What tokens do to any state: S → factor · S + offset."""
+    """The effect of tokens on any state: S → factor · S + offset."""
 
     factor: Tensor
-    """[heads, rows, rows], or one number for each head, [heads, 1, 1], or for each element, or what
-    a rule with a scale has in its place."""
+    """[heads, rows, rows], or one number for each head, [heads, 1, 1], or for each element."""
 
     offset: Tensor
     """[heads, rows, columns]."""
-
-
-class Seam(NamedTuple):
-    """The tokens' context, in addition to the state."""
-
-    before: Tensor | None = None
-    """What enters of the tokens before them that a convolution sees: [batch, channels, window]."""
-
-    begins: Tensor | None = None
-    """True for the first ones of a text: [batch]."""
-
-
-NOWHERE = Seam()
-"""After other tokens, of which a rule sees the state alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +63,9 @@ class Rule:
     takes_channels: bool = True
     """True if the arguments are channels of the convolution's output, not computed from it."""
 
-    is_held_in_cache: bool = True
-    """True if the model keeps the state, as one tensor, in the cache that it returns."""
-
-    has_scale: ClassVar[bool] = False
-    """True if factors scale a state, in logarithms, which have to be precise."""
-
     def argument(self, given: Tensor) -> Tensor:
         """Return one of the arguments with a value for each token: [batch, tokens, …]."""
         return given
-
-    def start(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the state [heads, rows, columns] before a text."""
-        return torch.zeros(shape, device=device)
 
     def scan(
         self,
@@ -98,7 +73,6 @@ class Rule:
         arguments: Mapping[str, Any],
         changed: Mapping[str, Tensor],
         state: Tensor | None,
-        seam: Seam,
     ) -> tuple[Tensor, Tensor]:
         """Return the output [batch, tokens, heads, dim] of tokens whose arguments are ``changed``,
         and the state [batch, heads, rows, columns] after them; before them it is ``state``, or
@@ -117,9 +91,7 @@ class Rule:
         does."""
         return output, last
 
-    def effect(
-        self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam
-    ) -> Effect:
+    def effect(self, call: RuleCall, mixed: Mixed, gates: Gates, before: Effect | None) -> Effect:
         """Return what tokens [1, tokens, …] do to any state, after others that do ``before``: it is
         read off the rule itself. The offset is what it makes of no state, the factor what it makes
         of a unit state when nothing is written."""
@@ -160,7 +132,7 @@ class RuleCall:
     rule: Rule
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
-    """What the model hands over, by name."""
+    """The arguments that the model passes, by name."""
 
     @property
     def mixed(self) -> Mixed:
@@ -177,16 +149,14 @@ class RuleCall:
         """True if the model asks for the state after the last token."""
         return bool(self.arguments.get(self.rule.final))
 
-    def scan(
-        self, mixed: Mixed, gates: Gates, state: Tensor | None, seam: Seam = NOWHERE
-    ) -> tuple[Tensor, Tensor]:
+    def scan(self, mixed: Mixed, gates: Gates, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output [batch, tokens, …] of other tokens, and the state [batch, heads, rows,
         columns] after them; before them it is ``state``, or nothing."""
         changed = {
             **dict(zip(self.rule.mixed, mixed, strict=True)),
             **dict(zip(self.rule.gates, gates, strict=True)),
         }
-        return self.rule.scan(self.function, self.arguments, changed, state, seam)
+        return self.rule.scan(self.function, self.arguments, changed, state)
 
     def returned(self, output: Tensor, last: Tensor | None) -> Any:
         """Return what the model gets: the output [1, tokens, …] of all tokens of the call, and the
@@ -194,8 +164,6 @@ class RuleCall:
         output, last = self.rule.returned(self.arguments, output, last)
         return (output, last) if self.wants_state or self.rule.always_pairs else output
 
-    def effect(
-        self, mixed: Mixed, gates: Gates, before: Effect | None, seam: Seam = NOWHERE
-    ) -> Effect:
+    def effect(self, mixed: Mixed, gates: Gates, before: Effect | None) -> Effect:
         """Return what tokens [1, tokens, …] do to any state, after others that do ``before``."""
-        return self.rule.effect(self, mixed, gates, before, seam)
+        return self.rule.effect(self, mixed, gates, before)

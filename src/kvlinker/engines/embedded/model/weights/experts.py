@@ -237,4 +237,4 @@ def _in_4_bits(weight: Tensor, inputs: Tensor | None) -> Matrix:
 
 
 MATRICES: Mapping[WeightFormat, MatrixKind] = {"int8": NativeInt8Matrix, "int4": _in_4_bits}
-"""What makes matrices in fewer than 16 bits."""
+"""The functions that make matrices in fewer than 16 bits."""

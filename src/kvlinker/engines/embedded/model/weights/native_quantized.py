@@ -74,7 +74,7 @@ class NativeInt8Matrix(CodesMatrix):
     """Holds a weight in 8 bits, with a scale per output."""
 
     BITS: ClassVar[int] = 8
-    """Of a code."""
+    """The bits of a code."""
 
     LARGEST_ERROR = 0.03
     """The most by which rounding inputs to 8 bits may move outputs, relative to their distance for
@@ -134,7 +134,7 @@ class NativeInt4Matrix(CodesMatrix):
     inputs."""
 
     BITS: ClassVar[int] = 4
-    """Of a code."""
+    """The bits of a code."""
 
     def __init__(self, weight: Tensor) -> None:
         group = int4_group(weight.shape[1])

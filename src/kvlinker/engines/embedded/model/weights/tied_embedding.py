@@ -23,7 +23,7 @@ class TiedEmbedding(nn.Embedding):
 
     @property
     def blocks(self) -> Tensor:
-        """What it reads: [blocks, embedding_dim / 2, BLOCK, 2]."""
+        """The matrix that it reads: [blocks, embedding_dim / 2, BLOCK, 2]."""
         blocks = self.matrix.in_blocks()
         assert blocks is not None, "only weights in blocks are shared"
         return blocks

@@ -1,4 +1,4 @@
-"""Threads share arenas of the C library, unless the environment says otherwise."""
+"""A process of a command is set up; a program that imports kvlinker stays as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlinker.engines import embedded
+from kvlinker.base import own_process
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,15 @@ def test_one_arena_serves_eight_processors(
     set_to: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda option, value: set_to.append((option, value)))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(embedded, "processors", lambda: processors)
+    monkeypatch.setattr(own_process, "processors", lambda: processors)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    embedded._share_arenas()
+    own_process.share_arenas()
     assert set_to == [(-8, arenas)]
     monkeypatch.setenv("MALLOC_ARENA_MAX", "4")
-    embedded._share_arenas()
+    own_process.share_arenas()
     assert len(set_to) == 1
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    embedded._share_arenas()
+    own_process.share_arenas()

@@ -1,0 +1,101 @@
+"""What a machine can see of docstrings' words: the rules are in CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOTS = (ROOT / "src", ROOT / "lab" / "src")
+
+BEGINNINGS = re.compile(
+    r"(?:Who|Whoever|What|Whatever|Is|Are|Has|Have|Of|Those|That|It|They|These)\b"
+)
+"""First words of docstrings that hide the actor or the verb."""
+
+PHRASES = re.compile(
+    r"\b(?:so many|so few|none but|nothing but|but for|whoever|gives? up|gave up|driv(?:e|es|en)"
+    r" out|the first of them)\b",
+    re.IGNORECASE,
+)
+"""Phrases that stand for a parameter, for an exception, or for a verb of the field."""
+
+BUDGETS = {
+    "kvlinker": 3,
+    "kvlinker/cli": 7,
+    "kvlinker/doors": 1,
+    "kvlinker/engines": 243,
+    "kvlinker/fleet": 12,
+    "kvlinker/quality": 20,
+    "kvlinker/service": 46,
+    "kvlinker_lab": 29,
+    "kvlinker_lab/agents": 6,
+    "kvlinker_lab/contention": 7,
+    "kvlinker_lab/figures": 1,
+    "kvlinker_lab/fleet": 6,
+    "kvlinker_lab/gpu": 6,
+    "kvlinker_lab/models": 6,
+    "kvlinker_lab/peers": 11,
+    "kvlinker_lab/soak": 8,
+    "kvlinker_lab/training": 11,
+}
+"""Docstrings and phrases against the rules, by package of the top level; others have none. A number
+may only fall."""
+
+
+def docstrings(code: str) -> Iterator[str]:
+    """Yield the docstrings of a module, its classes and its functions, and those of its values."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str):
+                yield " ".join(text.split())
+
+
+def faults(code: str) -> list[str]:
+    """Return the beginnings and phrases against the rules."""
+    found = []
+    for text in docstrings(code):
+        if BEGINNINGS.match(text):
+            found.append(text[:60])
+        found += [match[0] for match in PHRASES.finditer(text)]
+    return found
+
+
+def counts() -> Counter[str]:
+    """Count faults by package: the first two names of a module's path, or the package alone."""
+    found: Counter[str] = Counter()
+    for root in ROOTS:
+        for file in root.rglob("*.py"):
+            parts = file.relative_to(root).parts
+            package = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+            found[package] += len(faults(file.read_text()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('"""Is the database."""', 1),
+        ('"""Return whether ``nbytes`` bytes fit."""', 0),
+        ('"""Evict so many\nbytes, but for pinned chunks."""', 2),
+        ('x = 1\n"""Those that are left."""', 1),
+        ('x = "Is no docstring"', 0),
+    ],
+)
+def test_faults_are_found(code: str, count: int) -> None:
+    assert len(faults(code)) == count
+
+
+def test_budgets_only_fall(subtests: pytest.Subtests) -> None:
+    found = counts()
+    for package in sorted({*found, *BUDGETS}):
+        with subtests.test(package):
+            count, budget = found[package], BUDGETS.get(package, 0)
+            assert count <= budget, f"{package}: reword docstrings, see CONTRIBUTING.md"
+            assert count >= budget, f"{package}: lower the budget to {count}"
