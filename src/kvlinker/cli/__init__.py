@@ -25,7 +25,6 @@ class Commands(ModuleGroup):
         "service": "kvlinker.cli.service:app",
         "fleet": "kvlinker.cli.fleet:app",
         "router": "kvlinker.cli.router:router",
-        "top": "kvlinker.cli.top:top",
         "ingest": "kvlinker.cli.documents.ingest:ingest",
         "search": "kvlinker.cli.documents.search:search",
         "ask": "kvlinker.cli.documents.search:ask",
