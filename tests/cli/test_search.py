@@ -109,9 +109,7 @@ def test_context_caches_without_a_name_are_of_no_place(served: Served) -> None:
     assert run("search", "zebras", *url).stdout.splitlines()[0] == f"{cache}  100%"
 
 
-@pytest.mark.parametrize(
-    "command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)]
-)
+@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("ingest", __file__)])
 def test_a_key_that_is_missing_is_asked_for(keyed: Served, command: tuple[str, ...]) -> None:
     refused = run(*command, "--url", keyed.url)
     assert refused.exit_code == 1
@@ -121,9 +119,7 @@ def test_a_key_that_is_missing_is_asked_for(keyed: Served, command: tuple[str, .
     )
 
 
-@pytest.mark.parametrize(
-    "command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)]
-)
+@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("ingest", __file__)])
 def test_a_server_that_does_not_answer_is_named(command: tuple[str, ...]) -> None:
     missed = run(*command, "--url", "http://127.0.0.1:9")
     assert missed.exit_code == 1

@@ -27,7 +27,6 @@ class Commands(ModuleGroup):
         "pull": "kvlinker.cli.models:pull",
         "models": "kvlinker.cli.models:models",
         "service": "kvlinker.cli.service:app",
-        "top": "kvlinker.cli.top:top",
         "ingest": "kvlinker.cli.documents.ingest:ingest",
         "search": "kvlinker.cli.documents.search:search",
         "ask": "kvlinker.cli.documents.search:ask",
