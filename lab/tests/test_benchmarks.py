@@ -34,6 +34,7 @@ from kvlinker_lab.products import doubts, run_products
 from kvlinker_lab.serving import served
 from kvlinker_lab.steps import run_steps
 from kvlinker_lab.tool_calls import run_tool_calls, tasks
+from kvlinker_lab.walk import run_walk
 from tests.toy_models import loaded_model, tiny_model
 
 
@@ -46,7 +47,7 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "agent-replays agents attention codecs contention conversation creation fleet handovers"
         " isolation memory neighbour overhead peers products recognition roofline router soak steps"
-        " store tool-calls"
+        " store tool-calls walk"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names
@@ -75,6 +76,17 @@ def test_conversations_are_held_in_every_way(subject):
     ]
     assert all(row["seconds"] > 0 for row in rows)
     assert rows[0]["ratio_to_reuse"] == rows[3]["ratio_to_reuse"] == 1
+
+
+def test_a_warm_request_walks_a_shorter_way_than_a_cold_one(subject):
+    cold, warm = run_walk(subject, repeat=1).rows
+    assert [cold["case"], warm["case"]] == ["cold", "warm"]
+    for row in (cold, warm):
+        assert 0 < row["files"] < row["functions"] < row["calls"]
+        assert row["returns"] < row["calls"]
+        assert row["types"] > 0
+        assert row["cpu_ms"] > 0
+    assert warm["calls"] < cold["calls"]
 
 
 @pytest.mark.skipif(peaks() is None, reason="no native code for this processor")

@@ -96,11 +96,12 @@ def run_steps(
 
 
 def decoding_batch(requests: int, context_tokens: int, loaded: LoadedModel) -> Batch:
-    """Return a step in which each request computes the token behind so many of its own. Layers that
-    keep a state have that of the beginning: it takes as long."""
+    """Return a step in which each request computes the token behind ``context_tokens`` of its own.
+    Layers that keep a state have that of the beginning: it takes as long."""
     layers = tuple(
         LayerState(
-            torch.zeros(each.channels, each.window, dtype=loaded.dtype), each.start(loaded.device)
+            torch.zeros(each.channels, each.window, dtype=loaded.dtype),
+            torch.zeros(each.state_shape, device=loaded.device),
         )
         for each in loaded.anatomy.recurrences
     )
