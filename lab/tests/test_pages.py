@@ -31,7 +31,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 def test_the_introduction_lists_all_commands() -> None:
-    listed = re.findall(r"^\| `kvlinker-lab (\w+)", PAGES[0].read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `kvlinker-lab ([\w-]+)", PAGES[0].read_text(), re.MULTILINE)
     group = get_command(app)
     assert isinstance(group, LabGroup)
     assert sorted(listed) == sorted(group.list_commands(typer.Context(group)))

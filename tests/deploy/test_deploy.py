@@ -94,13 +94,14 @@ def test_image() -> None:
 
 
 def required_by(extras: list[str]) -> set[str]:
-    """Return the names of the packages that kvlinker needs with these extras."""
+    """Return the names of the packages of others that kvlinker needs with these extras."""
     wanted = map(Requirement, requires("kvlinker") or ())
     environments = [{"extra": extra} for extra in ("", *extras)]
     return {
         canonicalize_name(package.name)
         for package in wanted
         if package.marker is None or any(map(package.marker.evaluate, environments))
+        if not package.name.startswith("kvlinker-")
     }
 
 

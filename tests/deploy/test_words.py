@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOTS = (ROOT / "src", ROOT / "lab" / "src")
+PACKAGES = tuple(
+    ROOT / place
+    for place in (
+        "src/kvlinker",
+        "lab/src/kvlinker_lab",
+        "integrations/kvlinker-fleet/kvlinker_fleet",
+        "integrations/kvlinker-vllm/kvlinker_vllm",
+    )
+)
 
 BEGINNINGS = re.compile(
     r"(?:Who|Whoever|What|Whatever|Is|Are|Has|Have|Of|Those|That|It|They|These)\b"
@@ -28,12 +36,12 @@ PHRASES = re.compile(
 BUDGETS = {
     "kvlinker": 3,
     "kvlinker/cli": 7,
-    "kvlinker/doors": 1,
-    "kvlinker/engines": 243,
-    "kvlinker/fleet": 12,
+    "kvlinker/engines": 171,
     "kvlinker/quality": 20,
     "kvlinker/service": 46,
-    "kvlinker_lab": 29,
+    "kvlinker_fleet": 10,
+    "kvlinker_fleet/ray_serve": 2,
+    "kvlinker_lab": 28,
     "kvlinker_lab/agents": 6,
     "kvlinker_lab/contention": 7,
     "kvlinker_lab/figures": 1,
@@ -43,6 +51,13 @@ BUDGETS = {
     "kvlinker_lab/peers": 11,
     "kvlinker_lab/soak": 8,
     "kvlinker_lab/training": 11,
+    "kvlinker_vllm": 1,
+    "kvlinker_vllm/adapter": 5,
+    "kvlinker_vllm/frontend": 7,
+    "kvlinker_vllm/protocol": 6,
+    "kvlinker_vllm/scheduler": 4,
+    "kvlinker_vllm/server": 1,
+    "kvlinker_vllm/worker": 11,
 }
 """Docstrings and phrases against the rules, by package of the top level; others have none. A number
 may only fall."""
@@ -70,9 +85,9 @@ def faults(code: str) -> list[str]:
 def counts() -> Counter[str]:
     """Count faults by package: the first two names of a module's path, or the package alone."""
     found: Counter[str] = Counter()
-    for root in ROOTS:
-        for file in root.rglob("*.py"):
-            parts = file.relative_to(root).parts
+    for folder in PACKAGES:
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(folder.parent).parts
             package = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
             found[package] += len(faults(file.read_text()))
     return found

@@ -43,7 +43,7 @@ def is_set_up() -> bool:
 
 
 def share_arenas() -> None:
-    """Have GNU's C library make one arena for ARENA_SHARERS processors, in place of eight for each
+    """Set GNU's C library to one arena for ARENA_SHARERS processors, in place of eight for each
     processor. Memory that a thread frees then serves other threads, and lies together: a prefill of
     2,048 tokens takes 140 MB less. Other C libraries are left alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
