@@ -84,8 +84,8 @@ docs: $(TOOLS_INSTALLED)
 	$(TOOLS_VENV)/bin/zensical build --clean --strict
 
 # A release of the last commit, in dist/, and checked: the source distribution, a wheel without native code, for machines
-# that compile it, one with it for each of MACHINES, those of the packages that join it, what was installed with it, and how all was made. With ccache, only
-# native code that has changed is compiled.
+# that compile it, one with it for each of MACHINES, those of the packages that join it, what was installed with it, and
+# how all was made. With ccache, only native code that has changed is compiled.
 MACHINES ?= x86_64 aarch64
 # Released with the core, whose extras bring them.
 PACKAGES_BESIDE := integrations/kvlinker-fleet integrations/kvlinker-vllm
@@ -141,11 +141,11 @@ test-integrations: $(INTEGRATIONS_INSTALLED)
 	$(INTEGRATIONS_VENV)/bin/python -m pytest tests/test_examples.py -k frameworks
 
 # It sees the packages of $(VENV), behind its own.
-$(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(FRAMEWORKS:=/pyproject.toml)
+$(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt integrations/kvlinker-fleet/pyproject.toml $(FRAMEWORKS:=/pyproject.toml)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r integrations/requirements.txt
 	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --editable . \
-		$(FRAMEWORKS:%=--editable %)
+		--editable integrations/kvlinker-fleet $(FRAMEWORKS:%=--editable %)
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 
