@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +100,20 @@ def test_help_imports_no_command() -> None:
     assert not {"kvlinker.settings", "kvlinker.cli.serve", "numpy", "pydantic", "httpx"} & set(
         loaded
     )
+
+
+def test_metadata_without_its_package_ends_no_command(tmp_path: Path) -> None:
+    gone = tmp_path / "gone-1.dist-info"
+    gone.mkdir()
+    (gone / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
+    (gone / "entry_points.txt").write_text("[kvlinker.commands]\nlost = gone.command:lost\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "kvlinker", "--help"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "lost" not in run.stdout
+    assert "serve" in run.stdout

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 from importlib.metadata import entry_points, version
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -37,7 +38,11 @@ class Commands(ModuleGroup):
         "advise": "kvlinker.cli.advise:advise",
         "caches": "kvlinker.cli.caches:app",
         "bench": "kvlinker.cli.bench:app",
-        **{point.name: point.value for point in entry_points(group="kvlinker.commands")},
+        **{
+            point.name: point.value
+            for point in entry_points(group="kvlinker.commands")
+            if find_spec(point.module.partition(".")[0])  # metadata may outlive its package
+        },
     }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
