@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 from kvlinker.base.machine import processors
 from kvlinker.base.threads import bound_spinning
@@ -46,6 +47,8 @@ def share_arenas() -> None:
     """Set GNU's C library to one arena for ARENA_SHARERS processors, in place of eight for each
     processor. Memory that a thread frees then serves other threads, and lies together: a prefill of
     2,048 tokens takes 140 MB less. Other C libraries are left alone."""
+    if sys.platform != "linux" or "MALLOC_ARENA_MAX" in os.environ:
+        return  # ctypes finds no C library of this process on Windows
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+    if mallopt is not None:
         mallopt(M_ARENA_MAX, -(-processors() // ARENA_SHARERS))
