@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,21 +28,7 @@ COLUMNS = ("case", "files", "functions", "calls", "returns", "types", "cpu_ms")
 QUIET_SECONDS = 0.5
 """The seconds without a kernel after which the server is taken to be idle; chosen by hand."""
 
-_PACKAGE = str(Path(kvlinker.__file__).parent)
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """Describes the code of kvlinker that a request ran through."""
-
-    files: tuple[str, ...]
-    """Paths below the package, in the order in which the request reached them."""
-    functions: int
-    calls: int
-    returns: int
-    """The calls, in one thread, from one file into another that this thread had left before."""
-    types: int
-    """The classes of which objects were made by a constructor in Python."""
+_PACKAGE = f"{Path(kvlinker.__file__).parent}{os.sep}"
 
 
 class _Tracer:
@@ -67,8 +54,10 @@ class _Tracer:
         self._types.clear()
         self._records = True
 
-    def walk(self) -> Walk:
-        """Return what was recorded since ``begin``."""
+    def counts(self) -> Row:
+        """Return the counts since ``begin``: ``files``, ``functions`` and ``calls`` of kvlinker;
+        ``returns``, the calls in one thread from one file into another that this thread had left
+        before; ``types``, the classes whose constructors in Python ran."""
         seen: dict[int, set[str]] = {}
         where: dict[int, str] = {}
         returns = 0
@@ -78,14 +67,14 @@ class _Tracer:
             returns += file != where.get(thread) and file in left
             left.add(file)
             where[thread] = file
-        files = dict.fromkeys(str(Path(code.co_filename)) for _, code in self._calls)
-        return Walk(
-            files=tuple(str(Path(file).relative_to(_PACKAGE)) for file in files),
-            functions=len({code for _, code in self._calls}),
-            calls=len(self._calls),
-            returns=returns,
-            types=len(self._types),
-        )
+        codes = {code for _, code in self._calls}
+        return {
+            "files": len({code.co_filename for code in codes}),
+            "functions": len(codes),
+            "calls": len(self._calls),
+            "returns": returns,
+            "types": len(self._types),
+        }
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._records or event != "call":
@@ -169,16 +158,7 @@ def _row(
     _await_idleness(first)
     tracer.begin()
     ask()
-    found = tracer.walk()
-    return {
-        "case": case,
-        "files": len(found.files),
-        "functions": found.functions,
-        "calls": found.calls,
-        "returns": found.returns,
-        "types": found.types,
-        "cpu_ms": statistics.median(taken),
-    }
+    return {"case": case, **tracer.counts(), "cpu_ms": statistics.median(taken)}
 
 
 def _await_idleness(functions: tuple[tuple[type, str], ...]) -> None:
