@@ -3,8 +3,8 @@ import pytest
 
 from kvlinker.base.errors import PolicyError
 from kvlinker.linking import EmptyLibrary, Evidence, Needs, Policy, make_plan, parse_policy
+from kvlinker.linking.policy import Union
 from kvlinker.linking.registry import MOST_PARTS
-from kvlinker.linking.union import Union
 from tests.linking.test_policies import NOTHING, chunk_prompt, select, selected
 
 

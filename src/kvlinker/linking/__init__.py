@@ -11,10 +11,9 @@ from kvlinker.linking.evidence import (
 )
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
-from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import (
     as_policy,
     describe_policies,

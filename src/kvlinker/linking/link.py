@@ -138,8 +138,8 @@ class Link:
         """The chunks whose KV is to be fetched, in order: the prompt's where their scores are
         needed, else those that the plan places. A chunk that stands twice is listed twice."""
         if self.plan is None or self.policy.needs.reads_scores:
-            return tuple(self.prompt.chunks[index] for index in self._scored)
-        return tuple(placement.chunk for placement in self.plan.placements)
+            return tuple(map(self.prompt.chunks.__getitem__, self._scored))
+        return tuple([placement.chunk for placement in self.plan.placements])
 
     @property
     def computed(self) -> tuple[Range, ...]:

@@ -140,7 +140,7 @@ def _plan_of_selections(
 def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
     """Find the maximal ranges [begin, end) where ``mask`` [length] is true."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return tuple((int(begin), int(end)) for begin, end in edges.reshape(-1, 2))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

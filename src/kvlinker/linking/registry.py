@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvlinker.base.errors import PolicyError, did_you_mean
 from kvlinker.base.registry import Registry
-from kvlinker.linking.policy import Policy
-from kvlinker.linking.union import SIGN, joined
+from kvlinker.linking.policy import SIGN, Policy, joined
 
 P = TypeVar("P", bound=type[Policy])
 
@@ -39,6 +39,7 @@ def known_policies() -> Mapping[str, type[Policy]]:
     return MappingProxyType(dict(sorted(_registry.known().items())))
 
 
+@lru_cache(maxsize=256)
 def parse_policy(text: str) -> Policy:
     """Make the policy that ``text`` names: a family with its parameters after hyphens, or several
     joined by ``+``.

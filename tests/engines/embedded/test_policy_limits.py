@@ -8,8 +8,7 @@ import pytest
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.linking import Needs, Policy, parse_policy
-from kvlinker.linking.needs import EVERY_LAYER
-from kvlinker.linking.union import Union
+from kvlinker.linking.policy import EVERY_LAYER, Union
 from tests.engines.embedded.conftest import EVERY_POLICY, linked_prompt, request_for
 from tests.engines.embedded.execution.test_oracle import TOLERANCE
 from tests.waiting import PATIENCE, wait_until

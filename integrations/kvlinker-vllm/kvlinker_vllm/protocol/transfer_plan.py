@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvlinker.base.types.chunks import CHUNK_KEY
-from kvlinker.linking.needs import Needs
 from kvlinker.linking.plan import LinkPlan
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker_vllm.protocol.worker_memory import MemoryReport
 
 PARAM = "kvlinker"

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, Library
-from kvlinker.linking.needs import Needs
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import register
 from kvlinker.prompting.segments import Prompt
 

@@ -3,14 +3,15 @@ layer: a given share of them, or as many as loading hides."""
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence
-from kvlinker.linking.needs import EVERY_LAYER, Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.policies.baselines import Full
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import EVERY_LAYER, Needs, Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import highest, share
 from kvlinker.prompting.segments import Prompt
@@ -33,7 +34,7 @@ class CacheBlend(Policy):
         "percent of s between its first and its average value", 0, 100, prefix="d", default=25
     )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         if not 0 < self.percent < 100:
             return Needs()
@@ -79,7 +80,7 @@ class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know th
 
     percent: float = percentage("percent at least", default=15)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return super().needs | Needs(forecast=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -13,9 +14,8 @@ from numpy.typing import NDArray
 from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, LayerEvidence, Library, Variant
-from kvlinker.linking.needs import EVERY_LAYER, Needs
 from kvlinker.linking.parameters import choice, number
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import EVERY_LAYER, Needs, Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest
 from kvlinker.prompting.segments import Prompt
@@ -131,7 +131,7 @@ class CacheCraft(Policy):
     termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
     window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         focuses = self.termination == "focus"
         layers = EVERY_LAYER if focuses else None

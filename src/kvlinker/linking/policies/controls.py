@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
-from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import percentage
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest, share
 from kvlinker.prompting.segments import Prompt

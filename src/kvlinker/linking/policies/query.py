@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
-from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import choice, percentage
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest, share
 from kvlinker.prompting.segments import Prompt
@@ -27,7 +28,7 @@ class Query(Policy):
     percent: float = percentage()
     weighting: str = choice("what the attention is multiplied by", "none", "sensitive")
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(question_attention=True, sensitivity=self.weighting == "sensitive")
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import known_policies, parse_policy
 from kvlinker.linking.parameters import Number, declared
-from kvlinker.linking.union import SIGN
+from kvlinker.linking.policy import SIGN
 from kvlinker.quality.evaluation.evaluate import evaluate
 from kvlinker.quality.evaluation.examiner import Examiner
 from kvlinker.quality.evaluation.examples import REFERENCE, Example, Question, Result, Skipped

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvlinker.base.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.linking.parameters import Number, declared
-from kvlinker.linking.union import joined
+from kvlinker.linking.policy import joined
 
 USUAL = ("query-5-sensitive", "legolink-16")
 """The policies, the better one first, whose numbers are raised where the default policy has

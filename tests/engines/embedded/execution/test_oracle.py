@@ -13,7 +13,7 @@ from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.linking import Evidence, Needs, Policy, make_plan, parse_policy
-from kvlinker.linking.union import Union
+from kvlinker.linking.policy import Union
 from kvlinker.store import ChunkKV, HostTier, LayerKV
 from tests.engines.embedded.conftest import full_forward, linked_prompt
 from tests.toy_models import FAMILIES

@@ -9,7 +9,7 @@ from kvlinker.base.types.chunks import chunk_key
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking import Needs, Policy
-from kvlinker.linking.needs import EVERY_LAYER
+from kvlinker.linking.policy import EVERY_LAYER
 from tests.engines.embedded.conftest import Outcome, full_forward, linked_prompt
 from tests.engines.embedded.execution.test_oracle import TOLERANCE, true_chunk_kv, with_garbage
 

@@ -18,8 +18,7 @@ from kvlinker.engines.embedded.model.states.kept_states import (
     chunk_bytes,
     shape_like,
 )
-from kvlinker.linking.needs import Needs
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.policy import Needs, Policy
 from kvlinker.store.chunk_kv import ChunkState, LayerKV, ResidentForm
 
 SEEN_WITHOUT_ATTENTION = Needs(forecast=True, variants=True)

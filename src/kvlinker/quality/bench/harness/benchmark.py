@@ -24,7 +24,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.registry import Registry
 from kvlinker.base.threads import set_threads
 from kvlinker.linking import parse_policy
-from kvlinker.linking.union import SIGN
+from kvlinker.linking.policy import SIGN
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings, WeightFormat
 
