@@ -28,6 +28,15 @@ CERTIFICATES = "/run/certificates.crt"
 CERTIFICATE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
 """By which pip is told where they are; the second one, where a machine sets it, is obeyed first."""
 
+SLIM = [
+    "--variant=minbase",
+    "--include=usr-is-merged",
+    "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+    *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "info", "locale", "man")),
+]
+"""What makes mmdebstrap's system like Docker's slim one: folders merged without Perl, and neither
+pages of manuals nor translations."""
+
 SYSTEM = ["--die-with-parent", "--dev", "/dev", "--proc", "/proc"]
 
 
@@ -115,7 +124,7 @@ def main(folder: Path) -> None:
     for word, rest in instructions():
         if word == "FROM":
             suite = rest.partition(":")[2].removesuffix("-slim")
-            subprocess.run(["mmdebstrap", "--variant=minbase", suite, str(folder)], check=True)
+            subprocess.run(["mmdebstrap", *SLIM, suite, str(folder)], check=True)
         elif word == "ARG":
             name, _, default = rest.partition("=")
             variables[name] = os.environ.get(name, default)

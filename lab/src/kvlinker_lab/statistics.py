@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvlinker.quality.evaluation.statistics import percentile_bootstrap
 from kvlinker.quality.libraries import bench_library
 from kvlinker.service.audit.statistics import Interval
 
@@ -68,14 +67,16 @@ def grouped_correlation(
     def resampled(drawn: NDArray[np.int64]) -> float:
         return spearman(*points[:, np.concatenate([points_of[group] for group in drawn])]) or 0.0
 
-    interval = percentile_bootstrap(
-        np.arange(len(points_of)),
+    found = bench_library("scipy.stats").bootstrap(
+        (np.arange(len(points_of)),),
         resampled,
-        resamples=CORRELATION_RESAMPLES,
-        seed=seed,
+        n_resamples=CORRELATION_RESAMPLES,
+        method="percentile",
         vectorized=False,
+        rng=np.random.default_rng(seed),
     )
-    return Correlation(len(members), value, interval)
+    low, high = found.confidence_interval
+    return Correlation(len(members), value, Interval(float(low), float(high)))
 
 
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+import numpy as np
+
 LEVEL = 0.95
 """The confidence of intervals."""
 
@@ -32,16 +34,28 @@ def clopper_pearson(successes: int, trials: int) -> Interval:
     """Bound a probability by ``successes`` out of ``trials`` with the exact interval of Clopper and
     Pearson (1934), which covers it in at least 95% of all cases, however few trials there are.
     Without trials it is [0, 1]."""
-    from scipy.special import betaincinv  # which takes a while, and not every command needs it
-
     tail = (1 - LEVEL) / 2
-    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
-    high = (
-        float(betaincinv(successes + 1, trials - successes, 1 - tail))
-        if successes < trials
-        else 1.0
+    return Interval(
+        _rate_of(successes, trials, tail) if successes else 0.0,
+        _rate_of(successes + 1, trials, 1 - tail) if successes < trials else 1.0,
     )
-    return Interval(low, high)
+
+
+def _rate_of(least: int, trials: int, chance: float) -> float:
+    """Return the rate at which the chance of ``least`` successes or more is ``chance``, by
+    bisection."""
+    counts = np.arange(1, trials + 1)
+    choices = np.cumsum(np.log((trials + 1 - counts) / counts))[least - 1 :]
+    counts = counts[least - 1 :]
+    low, high = 0.0, 1.0
+    for _ in range(np.finfo(np.float64).nmant):
+        rate = (low + high) / 2
+        logs = choices + counts * math.log(rate) + (trials - counts) * math.log1p(-rate)
+        if np.exp(logs).sum() < chance:
+            low = rate
+        else:
+            high = rate
+    return (low + high) / 2
 
 
 class RateTest:
