@@ -36,7 +36,6 @@ PHRASES = re.compile(
 BUDGETS = {
     "kvlinker": 3,
     "kvlinker/cli": 7,
-    "kvlinker/engines": 171,
     "kvlinker/quality": 20,
     "kvlinker/service": 46,
     "kvlinker_fleet": 10,

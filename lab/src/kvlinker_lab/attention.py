@@ -19,10 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.threads import set_threads
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded.attention.kernel import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel, KeyValue, View
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.attention.views import KeyValue, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.native.peaks import Peaks, peaks
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark, counts

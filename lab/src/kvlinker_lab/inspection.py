@@ -19,9 +19,14 @@ from torch import Tensor
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.embedded.attention.kernel import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import (
+    AttentionKernel,
+    AttentionPlan,
+    KeyValue,
+    Segments,
+    View,
+)
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
-from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.rotary import Rotary

@@ -97,7 +97,7 @@ class Clock(RequestClock):
     def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr("kvlinker.engines.contract.output.time.perf_counter", lambda: self.now)
-        super().__init__()
+        super().__init__(submitted=self.now)
 
 
 @pytest.fixture
@@ -107,9 +107,9 @@ def clock(monkeypatch):
 
 def test_timing_adds_up_to_the_time_that_passed(clock):
     clock.now = 101
-    clock.mark_loaded()
+    clock.loaded = clock.now
     clock.now = 103
-    clock.mark_started()
+    clock.started = clock.now
     clock.now = 110
     assert clock.timing(106.0) == Timing(load=1, queue=2, link=3, decode=4)
     assert clock.timing(None) == Timing(load=1, queue=2, link=7, decode=0)
@@ -118,14 +118,14 @@ def test_timing_adds_up_to_the_time_that_passed(clock):
 def test_timing_of_a_request_that_did_not_get_that_far(clock):
     clock.now = 105
     assert clock.timing(None) == Timing(queue=5)
-    clock.mark_loaded()
+    clock.loaded = clock.now
     clock.now = 109
     assert clock.timing(None) == Timing(load=5, queue=4)
 
 
 def test_a_start_that_is_told_late_lies_between_loading_and_the_first_token(clock):
     clock.now = 102
-    clock.mark_loaded()
+    clock.loaded = clock.now
     clock.started = clock.loaded + 50
     clock.now = 110
     assert clock.timing(105.0) == Timing(load=2, queue=3, link=0, decode=5)

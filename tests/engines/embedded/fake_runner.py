@@ -24,9 +24,8 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.loop import EngineLoop
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
-from kvlinker.engines.embedded.scheduling.admission import Admission
-from kvlinker.engines.embedded.scheduling.composition import StepComposer
-from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
+from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, StepComposer
+from kvlinker.engines.embedded.scheduling.queues import Admission
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
@@ -191,7 +190,7 @@ class FakeRunner(Runner):
     def takes_layers(self, batch: Batch) -> bool:
         return batch.is_plain
 
-    def go_on(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
+    def compute_layers(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
         if self.begun is None or self.begun[0] is not batch:
             self.begun, self.begun_seconds = (batch, 0), 0.0
         done = self.begun[1]
@@ -219,7 +218,7 @@ class FakeRunner(Runner):
     def _result(self, batch: Batch) -> StepResult:
         slots = self.pool.tokens
         left: dict[object, int] = {}
-        for owner, chunk in batch.shared():
+        for owner, chunk in batch.shared:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 left[owner] = min(chunk.kv.delivered, left.get(owner, LAYERS))
         for run in batch.runs:
@@ -312,8 +311,7 @@ class NoThroughput(ComputeThroughput):
     def seconds(self, ranges: Sequence[Range]) -> float | None:
         return None
 
-    def cost_beside_decoding(self) -> TokenCost | None:
-        return None
+    cost_beside_decoding: TokenCost | None = None
 
 
 class Simulation:
@@ -368,7 +366,7 @@ class Simulation:
                 max_step_tokens=max_step_tokens,
                 seconds_per_token=seconds_per_token,
                 pieces=LayeredPieces(
-                    self.throughput, self.runner.takes_layers, most_tokens=piece_tokens
+                    self.throughput, self.runner.takes_layers, token_limit=piece_tokens
                 ),
             ),
             max_running=max_running,

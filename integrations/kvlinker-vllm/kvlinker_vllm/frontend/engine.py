@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -247,7 +248,7 @@ class VLLMEngine:
         """Link the prompt and generate all choices. The first one is linked; the others begin with
         its first token, and find the linked KV in vLLM's prefix cache."""
         linked = await self._linker.link(request.request)
-        request.clock.mark_loaded()
+        request.clock.loaded = time.perf_counter()
         linked = await self._linker.refine(linked)
         request.mark_planned(linked)
         first, *others = request.choices

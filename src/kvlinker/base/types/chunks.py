@@ -86,7 +86,7 @@ class Chunk:
     place: int = 0
     """Its place in a row of texts, by the number of texts before it, of which ``LAST_PLACE`` stands
     for all later ones too. At 0 its KV was computed right behind ``prefix``; at any other, as many
-    texts stood between the two (``engines.contract.rows``)."""
+    texts stood between the two (``engines.embedded.chunks.places``)."""
 
     scored: bool = field(default=True, compare=False)
     """False if attention scores are collected with its KV only where the policy that links it needs

@@ -100,7 +100,7 @@ class AnswerKV:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or
+    """The last event of a choice that was served. ``reason`` is ``stop``, ``length`` or
     ``cancelled``."""
 
     reason: str
@@ -181,7 +181,7 @@ class Engine(Protocol):
     and why."""
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes that are stored of a chunk of so many tokens, as computed."""
+        """Return the bytes that are stored of a chunk of ``tokens`` tokens, as computed."""
 
     def unsupported(self, policy: Policy) -> str | None:
         """Return why this engine cannot follow the policy, and the way out; None if it can.
@@ -213,8 +213,8 @@ class Engine(Protocol):
         """
 
     def expect_again(self, request: GenerationRequest, seconds: float) -> None:
-        """Expect a request within so many ``seconds`` that begins as this one, which has ended: of
-        what the tenant's requests have left, that is given up last until then, and first
+        """Expect a request within ``seconds`` that begins as this one, which has ended. Of the KV
+        that the tenant's requests have left, this one's is evicted last until then, and first
         afterwards. An engine whose KV belongs to another program does nothing."""
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
@@ -255,8 +255,8 @@ class Engine(Protocol):
         store's."""
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Return the expected seconds of computing a prompt of so many tokens; None if nothing was
-        measured."""
+        """Return the expected seconds of computing a prompt of ``tokens`` tokens; None if nothing
+        was measured."""
 
     @property
     def healthy(self) -> bool:

@@ -42,15 +42,15 @@ def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> 
 
 
 class ChunkSize(NamedTuple):
-    """The bytes that are stored of chunks, as computed: so many for each token, and so many more
-    for each chunk, where layers keep the effect of all of its tokens on a state."""
+    """The bytes that are stored of chunks, as computed: those for each token, and more for each
+    chunk where layers keep the effect of all of its tokens on a state."""
 
     per_token: int
     per_chunk: int
 
     @classmethod
     def of(cls, kv_bytes: Callable[[int], int]) -> Self:
-        """Return the size of long chunks, of which ``kv_bytes`` counts the bytes of so many
+        """Return the size of long chunks, of which ``kv_bytes`` counts the bytes for a number of
         tokens."""
         once, twice = kv_bytes(LONG_CHUNK), kv_bytes(2 * LONG_CHUNK)
         per_token = (twice - once) // LONG_CHUNK

@@ -7,12 +7,12 @@ from typing import Protocol
 
 
 class Elsewhere(Protocol):
-    """Has chunks computed elsewhere, into a tier that this engine's store shares."""
+    """Lets other engines compute chunks, into a tier that this engine's store shares."""
 
     def ask(self, key: str, tokens: int, seconds: float | None) -> Future[bool] | None:
-        """Ask for the KV of the chunk ``key`` of so many tokens, which takes about so many
-        ``seconds`` to compute here (None: not measured). Returns a future of whether it is there
-        now, which is done in a limited time and never fails; None if asking does not pay."""
+        """Ask for the KV of the chunk ``key`` of ``tokens`` tokens, which takes about ``seconds``
+        to compute here (None: not measured). Returns a future of whether it is there now, which is
+        done in a limited time and never fails; None if asking does not pay."""
         ...
 
     def close(self) -> None:

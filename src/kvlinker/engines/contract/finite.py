@@ -9,7 +9,7 @@ from kvlinker.store.chunk_kv import ChunkKV
 
 
 def require_finite(kv: ChunkKV) -> None:
-    """Raise KVLinkerError if numbers of the KV overflowed: whoever links it would fail."""
+    """Raise KVLinkerError if numbers of the KV overflowed: requests that link it would fail."""
     kept = [(f"layer {index}", layer.parts) for index, layer in enumerate(kv.layers)]
     kept += [(f"state {index}", state.tensors) for index, state in enumerate(kv.states)]
     for name, parts in kept:

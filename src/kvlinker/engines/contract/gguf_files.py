@@ -18,7 +18,7 @@ from kvlinker.settings import Settings
 
 SUFFIX = ".gguf"
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
-"""What names of models begin with that Ollama or LM Studio has downloaded."""
+"""Beginnings of the names of models that Ollama or LM Studio has downloaded."""
 
 SPLIT = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The name of one of the files into which llama.cpp splits large models."""
@@ -27,7 +27,7 @@ PART_OF_NAME = re.compile(r"(?!\.+$)[\w.-]+")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 PROJECTOR = "mmproj"
-"""What the names of files have in them that read pictures for another model."""
+"""A part of the names of files that read pictures for another model."""
 
 OLLAMA_MODEL = "application/vnd.ollama.image.model"
 """The kind of the layer in Ollama's manifests that is a GGUF file."""
@@ -44,7 +44,7 @@ UNPACKED = "unpacked"
 """The folder in the state directory with what GGUF files were unpacked into."""
 
 UNPACKED_AS = "bfloat16 and codes"
-"""What files are unpacked into: of other versions of kvlinker, other folders are found."""
+"""The form into which files are unpacked: other versions of kvlinker find other folders."""
 
 
 class Found(NamedTuple):

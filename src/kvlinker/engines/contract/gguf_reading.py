@@ -30,7 +30,7 @@ MOST_STRING_BYTES = 64 << 20
 
 MOST_DIMENSIONS = 4
 ALIGNMENT = 32
-"""What tensors begin at multiples of, in bytes, where a file does not say."""
+"""The alignment of tensors, in bytes, where a file does not say."""
 
 
 class Place(NamedTuple):
@@ -49,7 +49,7 @@ Tensors = dict[str, Place]
 
 
 class GGUF(NamedTuple):
-    """What a GGUF file says of itself."""
+    """The metadata and tensors of a GGUF file."""
 
     metadata: dict[str, Any]
     tensors: Tensors
@@ -136,8 +136,8 @@ class _Reading:
         return list(self._unpack(f"<{count}{number}"))
 
     def _counted(self, count: int, least_bytes: int) -> int:
-        """Return ``count``, of things that have at least so many bytes each. Raises ValueError if
-        the file has not so many left."""
+        """Return ``count``, of items that have at least ``least_bytes`` each. Raises ValueError if
+        the rest of the file is shorter."""
         if count * least_bytes > len(self._blob) - self._at:
             raise ValueError(f"it ends before {count} entries that it promises")
         return count

@@ -60,7 +60,7 @@ ROWS_AT_ONCE = 16 * BLOCK
 """The rows whose codes are put in blocks at a time."""
 
 CACHE_LINE = 64
-"""What tensors begin at multiples of in files, in bytes."""
+"""The alignment of tensors in files, in bytes."""
 
 UNPACKED_SHARE = 0.55
 """The share of the time to unpack a file that its weights in bfloat16 take."""
@@ -69,7 +69,7 @@ PIECE = 1 << 22
 """The values that are computed at a time: their temporaries fit into some megabytes."""
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
-"""What safetensors calls the dtypes."""
+"""The names of dtypes in safetensors."""
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -121,7 +121,7 @@ GEMMA_PARTS = PARTS | {
 }
 
 TEMPLATE = "tokenizer.chat_template"
-"""What the names of chat templates begin with, of which a file may have several."""
+"""The beginning of the names of chat templates, of which a file may have several."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of rotary frequencies, of Llama 3.1 and its successors."""

@@ -49,7 +49,7 @@ _MEANINGS = {
         "it takes too many states to follow. Ask for a simpler form."
     ),
 }
-"""What the parser's messages mean, by a pattern that they match."""
+"""The meanings of the parser's messages, by a pattern that they match."""
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 

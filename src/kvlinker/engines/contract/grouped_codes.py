@@ -160,7 +160,7 @@ class Placed(NamedTuple):
     form: GroupedForm
     group: int
     shape: tuple[int, int]
-    """Of the weight: [outputs, inputs]."""
+    """The weight's shape: [outputs, inputs]."""
 
     begin: int
     end: int
@@ -203,7 +203,7 @@ def read_grouped(folder: Path) -> GroupedFile | None:
 
 
 def block_bytes(kind: GGMLQuantizationType, inputs: int) -> int:
-    """Return the bytes of a block of outputs with so many ``inputs`` each."""
+    """Return the bytes of a block of outputs with ``inputs`` inputs each."""
     form, group, _ = KINDS[kind]
     numbers = 2 if form.endswith("_min") else 1
     return inputs // group * BLOCK * numbers * 2 + BLOCK * inputs * BITS[form] // 8
@@ -299,10 +299,10 @@ def _q2_k(raw: Bytes) -> Codes:
 UNEVEN = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
 )
-"""What the codes of ggml's IQ4 kinds mean."""
+"""The values of the codes of ggml's IQ4 kinds."""
 
 MICROSCALED = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
-"""What the codes of MXFP4 mean, in halves."""
+"""The values of the codes of MXFP4, in halves."""
 
 
 def _bytes_of(meanings: NDArray[np.int8], nibbles: Bytes) -> Bytes:

@@ -20,7 +20,7 @@ from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.prompting.segments import Prompt
 
 STEP_TOKENS = 2048
-"""The most tokens of a step by default: so many keep a GPU busy."""
+"""The largest number of tokens of a step by default: it keeps a GPU busy."""
 
 RETRY_AFTER_SECONDS = 1
 """The seconds after which a refused request may be sent again."""
@@ -113,8 +113,8 @@ class RequestLimits:
         sampling = request.sampling
         self.check_vocabulary(request.prompt.tokens, param="prompt")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            tokens = np.array(list(getattr(sampling, param) or ()), dtype=np.int64)
-            self.check_vocabulary(tokens, param=param)
+            if tokens := getattr(sampling, param):
+                self.check_vocabulary(np.array(list(tokens), dtype=np.int64), param=param)
         length = len(request.prompt)
         room = self.max_model_len - length
         if room < (0 if request.sampling.max_tokens == 0 else 1):

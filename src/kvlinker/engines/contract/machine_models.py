@@ -22,7 +22,7 @@ class Model(NamedTuple):
     """Describes a model on this machine."""
 
     name: str
-    """What commands take: the hub id, or the path."""
+    """The name in commands: the hub id, or the path."""
 
     nbytes: int
     weights: str

@@ -4,6 +4,7 @@ over heads, never the whole matrix."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -46,12 +47,12 @@ class Observer(Protocol):
         ``weights`` are computed for those who ask."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class QuestionProbe:
     """Records the last prompt token's attention on every token."""
 
-    def __init__(self, layers: int, length: int) -> None:
-        self.attention: NDArray[np.float32] = np.zeros((layers, length), dtype=np.float32)
-        """The attention so far: [layers, length], mean over heads."""
+    attention: NDArray[np.float32]
+    """The attention so far: [layers, length], mean over heads; zeros at first."""
 
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
         if start + tokens == self.attention.shape[1]:
@@ -59,7 +60,7 @@ class QuestionProbe:
 
 
 class Observers:
-    """Has several observers see the same runs."""
+    """Shows the same runs to several observers."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

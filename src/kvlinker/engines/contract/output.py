@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +37,7 @@ _TEXTS: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 finding the token's log probability. At most one for each token of the vocabulary."""
 
 
+@dataclass
 class RequestClock:
     """Records when a request reaches each stage, in seconds of ``time.perf_counter``.
 
@@ -43,21 +45,13 @@ class RequestClock:
     of its own.
     """
 
-    def __init__(self) -> None:
-        self.submitted = time.perf_counter()
-        self.loaded: float | None = None
-        """When the KV of all its chunks was there."""
+    submitted: float = field(default_factory=time.perf_counter)
 
-        self.started: float | None = None
-        """When the engine began to compute its prompt."""
+    loaded: float | None = None
+    """When the KV of all its chunks was there."""
 
-    def mark_loaded(self) -> None:
-        """Note that the KV of all its chunks is there now."""
-        self.loaded = time.perf_counter()
-
-    def mark_started(self) -> None:
-        """Note that the engine begins to compute its prompt now."""
-        self.started = time.perf_counter()
+    started: float | None = None
+    """When the engine began to compute its prompt."""
 
     def timing(self, first_token: float | None) -> Timing:
         """Return the time spent in each stage until now; ``first_token`` is the time of that token,
@@ -95,7 +89,7 @@ class TextStream:
         """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens, nor
         in calls of tools, which begin at ``call_marks``, None for no calls; with ``shows_stop``,
         the text ends behind the one that ends it, else before. With ``skips_special``, special
-        tokens are left out of the text, but for ``shown_tokens``."""
+        tokens that are not ``shown_tokens`` are left out of the text."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
         self._shows_stop = shows_stop
@@ -320,7 +314,7 @@ class Output:
 
     def _publish(self, reason: str, usage: Usage) -> None:
         """Publish the end to listeners; the prompt, which all choices share, is counted with the
-        first of them."""
+        first choice."""
         if self._choice:
             usage = Usage(0, 0, 0, usage.output_tokens)
         self._events.publish(

@@ -35,7 +35,7 @@ class PlacingKernel(Protocol):
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
-        """What it takes keys and values in."""
+        """The dtypes in which it takes keys and values."""
         ...
 
     @property

@@ -43,13 +43,11 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.generation import Generation
-from kvlinker.engines.embedded.requests.prompt_request import Explaining, PromptRequest
+from kvlinker.engines.embedded.requests.generation import Generation, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request
-from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
-from kvlinker.engines.embedded.scheduling.admission import Admission
-from kvlinker.engines.embedded.scheduling.composition import StepComposer
-from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
+from kvlinker.engines.embedded.requests.scoring import Explaining, Scoring, WholeScoring
+from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, StepComposer
+from kvlinker.engines.embedded.scheduling.queues import Admission
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, throughput_name
@@ -208,7 +206,7 @@ class EmbeddedEngine:
                 pieces=LayeredPieces(
                     throughput,
                     self.runner.takes_layers,
-                    most_tokens=min(self.runner.most_layered_tokens, step_tokens),
+                    token_limit=min(self.runner.most_layered_tokens, step_tokens),
                 ),
             ),
             max_running=settings.max_running,
@@ -246,7 +244,7 @@ class EmbeddedEngine:
             self.scheduler,
             self.runner,
             throughput,
-            ahead=self._grammars.start,
+            guides=self._grammars,
             computing=store.throttle.computing if on_host else nullcontext,
         )
         self._loop.start()
@@ -381,13 +379,13 @@ class EmbeddedEngine:
         atexit.unregister(self.close)
 
     def _load(self, request: Request) -> None:
-        """Have the request's chunks loaded by another thread. The scheduler calls this once the
-        engine is put together, since the loader needs the scheduler."""
+        """Load the request's chunks in another thread. The scheduler calls this once the engine is
+        put together, since the loader needs the scheduler."""
         self._loaders.submit(self._loader.load, cast(PromptRequest, request))
 
     def _enter(self, request: L) -> L:
         check_supported(self.unsupported(request.request.policy))
-        request.chunk_bytes = self._loader.sizes(request.request.prompt.chunks, request.tenant)
+        self._loader.name_chunks(request)
         return self.scheduler.enter(request)
 
     def _note_use(self, request: PromptRequest) -> None:

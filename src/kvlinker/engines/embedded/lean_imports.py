@@ -48,9 +48,8 @@ def import_transformers() -> None:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Have code in the block that marks functions for PyTorch's compiler do so without importing
-    it, in a process of the command: these functions stay as they are. All else is the
-    compiler's."""
+    """Let code in the block mark functions for PyTorch's compiler without importing it, in a
+    process of the command: these functions stay as they are. All else is the compiler's."""
     if COMPILER in sys.modules or not own_process.is_set_up():
         yield
         return

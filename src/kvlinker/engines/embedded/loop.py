@@ -18,18 +18,18 @@ from torch import Tensor
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
 from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.requests.request import Ending, Request, RequestState
-from kvlinker.engines.embedded.scheduling.composition import Step
-from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPiece
+from kvlinker.engines.embedded.scheduling.composition import LayeredPiece, Step
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.store.loading.arriving import ArrivingKV
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_STEPS = 1024
+STEP_TIMES = 1024
 """The number of steps whose times are remembered."""
 
 
@@ -108,23 +108,23 @@ class EngineLoop:
         runner: Runner,
         throughput: ComputeThroughput,
         *,
-        ahead: Callable[[], None] = lambda: None,
+        guides: GrammarGuides | None = None,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` gets the times of steps, by the ``clock``. ``ahead`` is called when the
-        model is about to compute, and begins what others compute meanwhile. ``computing`` is a
-        context entered around each forward pass."""
+        """``throughput`` gets the times of steps, by the ``clock``. ``guides`` compute the masks of
+        grammars while the model computes. ``computing`` is a context entered around each forward
+        pass."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
-        self._ahead = ahead
+        self._guides = guides
         self._computing = computing
         self._clock = clock
         self.outbox = Outbox()
         """Keeps events for callers until the model is about to compute."""
 
-        self.times: deque[StepTime] = deque(maxlen=REMEMBERED_STEPS)
+        self.times: deque[StepTime] = deque(maxlen=STEP_TIMES)
         """How long the last steps took, in order."""
 
         self.sound = True
@@ -157,13 +157,13 @@ class EngineLoop:
             self.sound = False
         finally:
             for request in self._scheduler.finish_all():
-                _tell(partial(request.fail, engine_closed()))
+                _report(partial(request.fail, engine_closed()))
             self._runner.drop_layers()
             self.outbox.disown()
 
     def _turn(self) -> None:
         began, began_cpu = self._clock(), time.thread_time()
-        self._tell_cancelled()
+        self._report_cancelled()
         step = self._scheduler.next_step()
         self._drop_old_piece()
         if step is None:
@@ -189,10 +189,11 @@ class EngineLoop:
         working = (*step.requests, *(() if step.piece is None else (step.piece.request,)))
         for request in working:
             request.mark_started()
-        for _, chunk in step.batch.shared():
+        for _, chunk in step.batch.shared:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
-        self._ahead()
+        if self._guides is not None and self._guides.postponed:
+            self._guides.start()
         self.outbox.flush()
         begin, begin_cpu = self._clock(), time.thread_time()
         result = StepResult({}, {}, {})
@@ -214,20 +215,20 @@ class EngineLoop:
             if computing is step.requests:
                 return None
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
-        self._restart_who_left(step, result)
+        self._restart_late(step, result)
         for request in working:  # before any ends: its KV goes with its state
             if request.sequence in result.states:
                 request.sequence.reach(result.states[request.sequence])
-        self._tell_cancelled()
+        self._report_cancelled()
         for request in working:
             if request.state is RequestState.RUNNING:
-                self._go_on(request, result)
+                self._advance_request(request, result)
         return seconds, cpu
 
     def _with_layers(self, piece: LayeredPiece, until: float, result: StepResult) -> StepResult:
         """Compute layers of a piece of a prompt until then, and return the step's result with that
         of the piece, once all are computed."""
-        done = self._runner.go_on(piece.batch, until)
+        done = self._runner.compute_layers(piece.batch, until)
         if done is None:
             return result
         found, seconds = done
@@ -236,18 +237,18 @@ class EngineLoop:
         return replace(result, logits=result.logits | found.logits)
 
     def _drop_old_piece(self) -> None:
-        """Have the runner hold nothing of a piece whose request has ended or lost its slots."""
+        """Drop the runner's layers of a piece whose request has ended or lost its slots."""
         if self._scheduler.piece is None:
             self._runner.drop_layers()
 
-    def _restart_who_left(self, step: Step, result: StepResult) -> None:
-        """Have the requests that left the step begin again later. To be called before any request
-        ends: KV that is not there in all layers must not be kept for others."""
+    def _restart_late(self, step: Step, result: StepResult) -> None:
+        """Restart the requests that left the step later. To be called before any request ends: KV
+        that is not there in all layers must not be kept for others."""
         for request in step.requests:
-            if request.sequence in result.left:
-                self._scheduler.restart_later(request, result.left[request.sequence])
+            if request.sequence in result.late:
+                self._scheduler.restart_later(request, result.late[request.sequence])
 
-    def _go_on(self, request: Request, result: StepResult) -> None:
+    def _advance_request(self, request: Request, result: StepResult) -> None:
         """Process a request's part of the step's result: it advances if all of its tokens are
         computed."""
         sequence = request.sequence
@@ -283,20 +284,20 @@ class EngineLoop:
     def _failure(self, request: Request, error: KVLinkerError) -> Ending:
         if request.sequence is not None:
             # NaN in a slot would reach whoever gets it next, even where it is hidden.
-            self._runner.pool.clear(self._scheduler.slots_of_its_own(request))
+            self._runner.pool.clear(self._scheduler.exclusive_slots(request))
             request.sequence.restart()  # so that no other choice takes its KV over
         return partial(request.fail, error)
 
     def _end(self, request: Request, ending: Ending | None) -> None:
         if ending is not None and self._scheduler.finish(request):
-            _tell(ending)
+            _report(ending)
 
-    def _tell_cancelled(self) -> None:
-        for request in self._scheduler.take_cancelled():
-            _tell(request.cancel)
+    def _report_cancelled(self) -> None:
+        for request in self._scheduler.end_cancelled():
+            _report(request.cancel)
 
 
-def _tell(ending: Ending) -> None:
+def _report(ending: Ending) -> None:
     """Call the ending; an error in it is logged, since it concerns one caller, and the thread
     serves all."""
     try:

@@ -199,7 +199,7 @@ def quicken_model(
     report: Report = unreported,
 ) -> Program | Capturable | str:
     """Give the weights of a model that has kvlinker's attention the format ``weights``, its norms
-    native code, and return what computes its steps; or why there is nothing but its modules. By the
+    native code, and return what computes its steps; or the reason why only its modules do. By the
     inputs ``sampled`` of its layers it is decided which of them are rounded to 8 bits. A program is
     not compared again where ``verdicts`` remember that it was right."""
     if native:

@@ -265,7 +265,7 @@ class _Subject:
         self, runner: Runner, chunks: Mapping[Range, ChunkKV], *, again: Sequence[int] = ()
     ) -> Tensor:
         """Return the logits [BEHIND, vocabulary] after the chunks, whose KV is attended to in
-        place, but for the positions ``again``, which are computed."""
+        place. The positions ``again`` are computed."""
         form = RotatedKeys(keeping(self.anatomy.layers))
         shared = tuple(
             SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens)
@@ -289,8 +289,7 @@ class _Subject:
         capture: Capture | None = None,
     ) -> Tensor:
         """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end after the
-        chunks, when all are computed. Position p lies in slot p, but for tokens after a shared
-        chunk."""
+        chunks, when all are computed. Position p lies in slot p, except after a shared chunk."""
         own = (
             np.concatenate([np.arange(*run) for run in runs])
             if shared

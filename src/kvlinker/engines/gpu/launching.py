@@ -99,9 +99,9 @@ def place_kv(
     table: Tensor | None = None,
 ) -> None:
     """Place tokens of all layers in one launch, as a ``PlacingKernel`` does; negative positions
-    turn backwards, and tokens with a negative slot are left out. At most so many ``programs`` run,
-    as many as possible by default. The ``table`` on the device will have the
-    ``placing_addresses`` when the kernel runs; without it, it is made."""
+    turn backwards, and tokens with a negative slot are left out. At most ``programs`` programs run,
+    as many as possible by default. The ``table`` on the device will have the ``placing_addresses``
+    when the kernel runs; without it, it is made."""
     key, value = caches[0]
     heads, key_dim, value_dim = key.shape[2], key.shape[3], value.shape[3]
     width = 0 if rotation is None else 2 * rotation.cos.shape[1]

@@ -131,7 +131,7 @@ def _fp8(
     LARGEST: tl.constexpr,
     ONE_ZERO: tl.constexpr,
 ):
-    """Return the bits of ``values`` / ``scale`` in fp8 with so many bits of mantissa, to the
+    """Return the bits of ``values`` / ``scale`` in fp8 with this number of bits of mantissa, to the
     nearest, ties to even, and no larger than LARGEST; with ONE_ZERO, zero has no sign.
 
     In whole numbers, since not all GPUs have instructions for it.

@@ -13,26 +13,27 @@ import torch
 from kvlinker.engines import native
 
 STEPS = 2_000_000
-"""Of the products of each thread: a few tens of milliseconds."""
+"""The steps of the products of each thread: a few tens of milliseconds."""
 
 READ_BYTES = 1 << 28
-"""What is read: more than any cache holds."""
+"""The bytes that are read: more than any cache holds."""
 
 REPEAT = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What all threads of PyTorch reach together."""
+    """The rates that all threads of PyTorch reach together."""
 
     operations_per_s: float
-    """Of products of numbers in bf16, as kernels multiply them here, in registers alone."""
+    """The rate of products of numbers in bf16, as kernels multiply them here, in registers
+    alone."""
 
     byte_operations_per_s: float
-    """Of products of integers of 8 bits."""
+    """The rate of products of integers of 8 bits."""
 
     bytes_per_s: float
-    """Of memory that is read once."""
+    """The rate of reading memory once."""
 
 
 @cache

@@ -2,7 +2,7 @@
 //
 // Numbers lie token after token, in bf16 or fp32. Every operation rounds its results to what the model's own has there, so
 // that both compute the same but for the order of sums and the last bits of powers. Products with weights and attention
-// are computed by the functions of other files, whose addresses the list has; execution/compiled/step_structures.py has
+// are computed by the functions of other files, whose addresses the list has; execution/compiled/bound_program.py has
 // the same structures.
 #include "norm_row.h"
 

@@ -15,7 +15,7 @@ class Target:
 
     name: str
     needs: tuple[str, ...]
-    """What ``torch.cpu.get_capabilities`` has to say of the processor."""
+    """The capabilities that ``torch.cpu.get_capabilities`` must report of the processor."""
 
     options: str
     """The compiler's."""
@@ -48,7 +48,7 @@ TARGETS = (
     Target("neon-dot", ("neon", "dot"), "-march=armv8.2-a+dotprod"),
     Target("neon", ("neon",), "-march=armv8-a"),
 )
-"""All kinds; a processor that is of several is treated as the first of them."""
+"""All kinds; a processor of several kinds is treated as the first one."""
 
 
 @cache

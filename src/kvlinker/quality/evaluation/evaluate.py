@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.engines.contract.rows import ROW
+from kvlinker.base.types.chunks import LAST_PLACE
 from kvlinker.quality.evaluation.examples import (
     Example,
     ExampleAnswer,
@@ -70,8 +70,8 @@ def _mixed(examples: Sequence[Example]) -> dict[Example, tuple[str, ...]]:
     """Mix the passages of as many examples as a row has chunks: those of one example come to stand
     in different rows."""
     mixed: dict[Example, tuple[str, ...]] = {}
-    for begin in range(0, len(examples), ROW):
-        several = examples[begin : begin + ROW]
+    for begin in range(0, len(examples), LAST_PLACE + 1):
+        several = examples[begin : begin + LAST_PLACE + 1]
         columns = zip_longest(*(example.passages for example in several))
         passages = tuple(each for column in columns for each in column if each is not None)
         mixed |= dict.fromkeys(several, passages)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded.attention.views import View
+from kvlinker.engines.embedded.attention.kernel import View
 from tests.engines.embedded.toy_rotary import rotate_exactly, toy_rotary
 
 STALE = 9.0

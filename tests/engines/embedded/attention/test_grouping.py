@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvlinker.engines.contract.attention import QUERY_BLOCK
 from kvlinker.engines.embedded.attention.grouping import group_queries
-from kvlinker.engines.embedded.attention.views import AttentionPlan, View
+from kvlinker.engines.embedded.attention.kernel import AttentionPlan, View
 from tests.engines.embedded.attention.scenes import Shape, random_scene
 from tests.properties import examples
 

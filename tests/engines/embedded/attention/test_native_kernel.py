@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded.attention.bundles import bundle_views
+from kvlinker.engines.embedded.attention.kernel import View, bundle_views
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.native import NativeUnavailableError
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
 from tests.engines.native.native_targets import EACH, passing_for

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.engines.embedded.attention import torch_kernels
+from kvlinker.engines.embedded.attention.kernel import View
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention, merge
-from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
 from tests.properties import examples
 

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.attention import tiles
+from kvlinker.engines.embedded.attention.kernel import View
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.attention.triton_attention import TileKind, TritonAttention
-from kvlinker.engines.embedded.attention.views import View
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene, random_scene
 from tests.engines.embedded.toy_rotary import toy_rotary
 from tests.engines.gpu.interpreting import computes_in_bfloat16

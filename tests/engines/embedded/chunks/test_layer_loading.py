@@ -10,7 +10,7 @@ from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.engine import LOADERS
-from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
+from kvlinker.engines.embedded.requests.generation import PromptRequest
 from kvlinker.store import DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth

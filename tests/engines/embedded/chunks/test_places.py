@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
-from kvlinker.engines.contract.rows import ROW, circles, orders
-from kvlinker.engines.embedded.chunks.places import MOST_ROOM
+from kvlinker.engines.embedded.chunks.places import ROW, ROW_ROOM, circles, orders
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkKV
@@ -34,7 +33,7 @@ def _one_context(monkeypatch):
 
 def compute_in(monkeypatch, contexts):
     """Has chunks computed in so many contexts at most."""
-    monkeypatch.setattr("kvlinker.engines.contract.rows.CONTEXTS", contexts)
+    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.CONTEXTS", contexts)
 
 
 def passes_of(made, monkeypatch, failing=()):
@@ -189,7 +188,7 @@ def test_means_go_on_where_they_were_cut_short(bench, monkeypatch):
         offered(made, prompt.chunks)
     assert_is_mean(made, prompt)
     count = len(texts)
-    made.engine._places._reached.clear()
+    made.engine._places._contexts.clear()
     offered(made, prompt.chunks)
     offered(made, prompt.chunks)
     assert len(texts) == count
@@ -280,7 +279,7 @@ def test_an_answer_is_right_where_the_kv_that_it_chose_is_gone(bench, monkeypatc
 
 
 def test_late_rows_are_not_computed_for_what_nobody_has_any_more(bench, monkeypatch):
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.WANTED_SECONDS", 0.0)
     made = bench()
     kept, gone = behind_header(23, 31), behind_header(23, 31, seed=1)
     made.cache(kept)
@@ -338,7 +337,7 @@ def test_rows_leave_room_for_what_chunks_have_at_their_first_place(bench, monkey
     made = bench()
     prompt = behind_header(10, 10, 10, 10)
     made.cache(prompt)
-    room = made.loaded.kv_bytes(20) / MOST_ROOM
+    room = made.loaded.kv_bytes(20) / ROW_ROOM
     monkeypatch.setattr(type(made.store), "largest_budget", room)
     offered(made, prompt.chunks)
     assert places_of(made, prompt) == [[0, 1]] * 4
@@ -398,7 +397,7 @@ def raised(errors):
 
 
 def test_many_rows_that_nobody_needs_any_more_are_dropped(bench, monkeypatch):
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.WANTED_SECONDS", 0.0)
     made = bench()
     chunks = behind_header(*[5] * 2 * sys.getrecursionlimit()).chunks
     wanted = behind_header(23, 31, seed=1)

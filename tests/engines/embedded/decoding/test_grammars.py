@@ -328,7 +328,7 @@ def test_a_mask_that_panics_leaves_the_others():
     def panics():
         raise KeyboardInterrupt  # as a panic in Rust, no Exception
 
-    first, other = guides.put_off(panics), guides.put_off(lambda: None)
+    first, other = guides.postpone(panics), guides.postpone(lambda: None)
     guides.start()
     with pytest.raises(KeyboardInterrupt):
         first.result(10)

@@ -55,7 +55,7 @@ def observed(scene, first, last, *, native):
         scene.options,
         None,
     )
-    Observation(batch, native=native).show(0, layer)
+    Observation(batch.observed, native=native).show(0, layer)
     return found[0]
 
 

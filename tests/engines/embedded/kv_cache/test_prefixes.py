@@ -385,7 +385,7 @@ def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> Non
         assert (
             made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
         )
-    (tree,) = [made.engine.scheduler._running.slots.prefixes]
+    (tree,) = [made.engine.scheduler._slots.prefixes]
     assert (
         set(tree._names.values())
         == set(tree._chunks)
@@ -709,7 +709,7 @@ def test_choices_count_alike_what_was_gone_when_their_prompt_got_slots(bench, mo
     made = bench(prefix_cache="on", kv_slots=200)
     prompt = prompt_of(random_tokens(60, 1))
     made.answer(prompt)
-    tree = made.engine.scheduler._running.slots.prefixes
+    tree = made.engine.scheduler._slots.prefixes
     acquire = tree.acquire
 
     def acquired_late(*arguments):

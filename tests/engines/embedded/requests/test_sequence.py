@@ -28,4 +28,4 @@ def test_what_is_gone_after_the_prompt_was_computed_is_not_missed():
     sequence.restart()
     sequence.adopt(0, None)
     assert sequence.missed == 0
-    assert sequence.pending == ((0, 60), (60, 61)), "all is computed again all the same"
+    assert sequence.pending == [(0, 60), (60, 61)], "all is computed again all the same"

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import OverloadedError
 from kvlinker.engines.embedded.requests.request import RequestState
-from kvlinker.engines.embedded.scheduling.admission import MOST_AHEAD, SIMILAR_SECONDS
-from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
+from kvlinker.engines.embedded.scheduling.queues import SIMILAR_SECONDS, WORKFLOW_LEAD_SECONDS
+from kvlinker.engines.embedded.scheduling.scheduler import PREFETCH_LIMIT
 from tests.engines.embedded.fake_runner import CHUNK_BYTES, LAYERS, Simulation, Work, arriving
 from tests.engines.embedded.scheduling.test_composition import decoding, measured
 from tests.properties import examples
@@ -46,8 +46,8 @@ def test_short_prompts_overtake_long_ones_and_only_for_a_time():
 
 def test_short_prompts_are_fetched_before_long_ones_that_were_fetched_ahead():
     simulation = measured(max_running=1)
-    long = [simulation.enter(4000) for _ in range(PREFETCHED + 1)]
-    assert simulation.loads == long[:PREFETCHED]
+    long = [simulation.enter(4000) for _ in range(PREFETCH_LIMIT + 1)]
+    assert simulation.loads == long[:PREFETCH_LIMIT]
     short = simulation.enter(20, tenant="other")
     assert simulation.loads[-1] is short
 
@@ -56,7 +56,7 @@ def test_few_are_fetched_ahead_however_short_they_are():
     simulation = measured(max_running=1)
     for length in range(4000, 1000, -100):
         simulation.enter(length)
-    assert len(simulation.loads) == 2 * PREFETCHED
+    assert len(simulation.loads) == 2 * PREFETCH_LIMIT
 
 
 def test_of_each_tenant_one_is_fetched_ahead_however_many_others_have():
@@ -64,7 +64,7 @@ def test_of_each_tenant_one_is_fetched_ahead_however_many_others_have():
     for length in range(4000, 1000, -100):
         simulation.enter(length, tenant="many")
     few = [simulation.enter(4000, tenant=tenant) for tenant in ("few", "fewer", "few")]
-    assert simulation.loads[2 * PREFETCHED :] == few[:2]
+    assert simulation.loads[2 * PREFETCH_LIMIT :] == few[:2]
 
 
 def test_a_tenants_hundred_requests_do_not_hold_up_anothers_one():
@@ -131,7 +131,7 @@ def test_a_tenant_gets_a_place_though_another_has_all_places_and_many_waiting():
     """Prompts are short, so that those of the one have early turns, and answers long, so that none
     of them ends."""
     simulation = measured(max_running=4)
-    for _ in range(3 * PREFETCHED):
+    for _ in range(3 * PREFETCH_LIMIT):
         simulation.enter(2, 50_000, tenant="many")
     for _ in range(20):
         simulation.load_all()
@@ -339,12 +339,12 @@ def test_a_workflow_is_ahead_by_a_bounded_time():
     running = simulation.add(50, 400, workflow="a")
     simulation.step()
     plain = simulation.add(20)
-    simulation.timing.now += MOST_AHEAD - 1
+    simulation.timing.now += WORKFLOW_LEAD_SECONDS - 1
     simulation.enter(1, workflow="a")
     simulation.timing.now += 2
     late = simulation.add(20, workflow="a")
-    assert late.began == pytest.approx(late.arrived - MOST_AHEAD)
-    simulation.timing.now += MOST_AHEAD + 1
+    assert late.began == pytest.approx(late.arrived - WORKFLOW_LEAD_SECONDS)
+    simulation.timing.now += WORKFLOW_LEAD_SECONDS + 1
     assert simulation.add(20, workflow="a").began == simulation.timing.now
     assert plain.began == plain.arrived
     assert running.began == running.arrived

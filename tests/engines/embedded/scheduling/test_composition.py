@@ -14,8 +14,8 @@ from kvlinker.engines.embedded.scheduling.composition import (
     IDLE_MULTIPLE,
     LEAST_PROMPT_SHARE,
     MIXED_STEPS,
+    PIECE_MINIMUM,
 )
-from kvlinker.engines.embedded.scheduling.layered_pieces import LEAST_PIECE
 from kvlinker.engines.embedded.scheduling.throughput import TokenCost
 from tests.engines.embedded.fake_runner import Simulation, Timing, decodes
 from tests.properties import examples
@@ -141,7 +141,7 @@ def test_no_step_takes_longer_than_thrice_an_idle_one(
     first = len(simulation.timing.taken)
     for _ in range(60):
         batch = simulation.step()
-        if prompt_tokens(batch) <= LEAST_PIECE:  # no less is possible
+        if prompt_tokens(batch) <= PIECE_MINIMUM:  # no less is possible
             simulation.timing.taken[-1] = 0
     assert max(simulation.timing.taken[first:]) <= 3 * idle
 
@@ -169,9 +169,9 @@ def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours,
                 simulation.timing.constant + simulation.timing.per_token * count
                 for count in (decoded, max(decoded, answers - 1))
             )
-            if prompt_tokens(batch) > LEAST_PIECE:
+            if prompt_tokens(batch) > PIECE_MINIMUM:
                 allowed = max(target or IDLE_MULTIPLE * soon, (1 + LEAST_PROMPT_SHARE) * idle)
-                least = LEAST_PIECE * simulation.timing.per_token  # which the eldest gets anyway
+                least = PIECE_MINIMUM * simulation.timing.per_token  # which the eldest gets anyway
                 assert simulation.timing.taken[-1] <= 1.05 * allowed + least
 
 

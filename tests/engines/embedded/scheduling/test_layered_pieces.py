@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.engines.embedded.scheduling.composition import ELDEST_SHARE, IDLE_MULTIPLE
-from kvlinker.engines.embedded.scheduling.layered_pieces import (
-    LEAST_LAYERED_TOKENS,
+from kvlinker.engines.embedded.scheduling.composition import (
+    ELDEST_SHARE,
+    IDLE_MULTIPLE,
+    LAYERED_MINIMUM,
     PIECE_STEPS,
 )
 from tests.engines.embedded.fake_runner import (
@@ -70,7 +71,7 @@ def test_a_long_prompt_delays_who_decodes_by_no_more_than_the_target_however_muc
     assert not neighbour.told
     sizes = [len(batch.tokens) for batch in simulation.runner.pieces]
     assert sum(sizes) >= 2800, "its first tokens read little, and its last ones fit into a step"
-    assert min(sizes[:-1]) >= LEAST_LAYERED_TOKENS
+    assert min(sizes[:-1]) >= LAYERED_MINIMUM
     layer = max(taken) - IDLE_MULTIPLE * idle  # the last one may end behind the target
     assert layer < 1.5 * PIECE_STEPS * (IDLE_MULTIPLE - 1) * idle / PIECE_LAYERS
     assert statistics.mean(taken[:-1]) < 1.3 * IDLE_MULTIPLE * idle
@@ -148,7 +149,7 @@ def test_tokens_of_a_prompt_are_apart_from_answers_that_are_recorded():
     while work.output > 60:
         simulation.step()
     with simulation.scheduler._lock:
-        simulation.scheduler._running._preempt(work)
+        simulation.scheduler._preempt(work)
     while not work.told:
         simulation.step()
     assert simulation.runner.pieces[-1].positions[-1] == 1999
@@ -233,13 +234,13 @@ def test_a_piece_whose_request_runs_no_more_is_given_up(how, monkeypatch):
         assert long.told == ["cancelled"]
     elif how == "failed":
         with monkeypatch.context() as patches:
-            patches.setattr(simulation.runner, "go_on", lambda *_: int("no memory"))
+            patches.setattr(simulation.runner, "compute_layers", lambda *_: int("no memory"))
             simulation.step()
         assert long.told == ["failed"]
         assert long.state is RequestState.FINISHED
     else:
         with simulation.scheduler._lock:
-            simulation.scheduler._running._preempt(long)
+            simulation.scheduler._preempt(long)
         simulation.step()
         assert long.started
     if how != "preempted":
@@ -425,7 +426,7 @@ def test_what_pieces_take_is_learnt(strain):
         work = simulation.add(1500)
         while not work.told:
             simulation.step()
-    cost = simulation.throughput.cost_beside_decoding()
+    cost = simulation.throughput.cost_beside_decoding
     assert cost is not None
     timing = simulation.timing
     for batch in simulation.runner.pieces[-8:]:

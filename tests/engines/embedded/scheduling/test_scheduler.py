@@ -18,10 +18,10 @@ from hypothesis.stateful import (
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
 from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.engines.embedded.scheduling import queues
 from kvlinker.engines.embedded.scheduling import scheduler as scheduling
 from kvlinker.engines.embedded.scheduling import slots as slots_module
-from kvlinker.engines.embedded.scheduling.fetching import PREFETCHED
-from kvlinker.engines.embedded.scheduling.scheduler import MOST_VARIANTS
+from kvlinker.engines.embedded.scheduling.scheduler import PREFETCH_LIMIT, VARIANT_LIMIT
 from tests.engines.embedded.fake_runner import (
     CHUNK_BYTES,
     LAYER,
@@ -167,13 +167,13 @@ def test_the_last_admitted_gives_way_and_starts_again():
 
 def test_so_many_are_fetched_ahead():
     simulation = Simulation(200, max_running=1)
-    for _ in range(PREFETCHED + 2):
+    for _ in range(PREFETCH_LIMIT + 2):
         simulation.enter(5)
-    assert len(simulation.loads) == PREFETCHED
+    assert len(simulation.loads) == PREFETCH_LIMIT
     simulation.load(simulation.loads[0])  # it waits for slots instead
-    assert len(simulation.loads) == PREFETCHED - 1
+    assert len(simulation.loads) == PREFETCH_LIMIT - 1
     simulation.step()
-    assert len(simulation.loads) == PREFETCHED
+    assert len(simulation.loads) == PREFETCH_LIMIT
 
 
 def test_a_request_is_alone_while_there_is_no_other_in_any_state():
@@ -191,10 +191,10 @@ def test_a_request_is_alone_while_there_is_no_other_in_any_state():
 
 def test_fetches_whose_requests_have_ended_count_until_they_report():
     simulation = Simulation(200)
-    works = [simulation.enter(5) for _ in range(PREFETCHED + 2)]
-    simulation.scheduler.cancel(works[: PREFETCHED + 1])
+    works = [simulation.enter(5) for _ in range(PREFETCH_LIMIT + 2)]
+    simulation.scheduler.cancel(works[: PREFETCH_LIMIT + 1])
     simulation.step()
-    assert simulation.loads == works[:PREFETCHED]
+    assert simulation.loads == works[:PREFETCH_LIMIT]
     simulation.load(works[0])
     assert works[0].sequence is None, "it would keep the KV alive"
     assert simulation.loads[-1] is works[-1], "the one before it was cancelled"
@@ -281,7 +281,7 @@ def test_a_chunk_that_an_answer_waits_for_gets_slots_before_answers_that_came_la
 
 def test_variants_wait_for_an_idle_engine_and_the_last_comes_first():
     simulation = Simulation(1000)
-    variants = [simulation.enter_variant(9) for _ in range(MOST_VARIANTS + 1)]
+    variants = [simulation.enter_variant(9) for _ in range(VARIANT_LIMIT + 1)]
     assert variants[0].told == ["cancelled"], "the oldest makes room"
     chunk, answer = simulation.enter_chunk(9), simulation.add(9, 3)
     while not (chunk.told and answer.told):
@@ -330,13 +330,13 @@ def test_what_runs_in_the_background_gives_its_slots_up_to_whoever_needs_them():
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_each_of_many_takes_no_look_at_all_others(kind, how, monkeypatch):
     looks = []
-    due = kind.due.fget
+    set_turn = queues.set_turn
 
     def noted(work):
         looks.append(work)
-        return due(work)
+        set_turn(work)
 
-    monkeypatch.setattr(kind, "due", property(noted))
+    monkeypatch.setattr(queues, "set_turn", noted)
     simulation = Simulation(200, timing=Timing(), known=True)
     works = [kind(20) for _ in range(600)]
     for work in works:
@@ -530,7 +530,7 @@ def test_a_late_request_leaves_and_comes_back_when_half_of_the_rest_is_there():
 
 
 def test_who_is_late_twice_waits_for_all_layers(monkeypatch):
-    monkeypatch.setattr(scheduling, "MOST_RESTARTS", 0)
+    monkeypatch.setattr(scheduling, "EARLY_RESTARTS", 0)
     simulation = Simulation(200)
     late = simulation.enter(10)
     kv = arriving(8)

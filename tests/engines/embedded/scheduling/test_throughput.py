@@ -208,7 +208,7 @@ def test_decoding_teaches_what_reading_the_weights_takes():
 @pytest.mark.parametrize("strain", [0.5, 1.0, 2.5])
 def test_steps_of_both_teach_what_prompts_take_beside_decoding(strain):
     throughput = taught(strain)
-    cost = throughput.cost_beside_decoding()
+    cost = throughput.cost_beside_decoding
     assert cost is not None
     assert cost.of([(300, 364)]) == pytest.approx(strain * truth((300, 364)), rel=0.1)
     assert throughput.prefill_seconds(2048) == pytest.approx(
@@ -225,11 +225,11 @@ def test_disturbed_steps_do_not_change_what_decoding_takes():
 
 def test_a_disturbed_step_says_little():
     throughput = taught()
-    before = throughput.decode_seconds([(500, 501)]), throughput.cost_beside_decoding()
+    before = throughput.decode_seconds([(500, 501)]), throughput.cost_beside_decoding
     throughput.note(decoding(500), 1e3)
     throughput.note(decoding(500, beside=[(0, 64)]), 1e3)
     assert throughput.decode_seconds([(500, 501)]) < 2 * before[0]
-    assert throughput.cost_beside_decoding().per_token < 2 * before[1].per_token
+    assert throughput.cost_beside_decoding.per_token < 2 * before[1].per_token
 
 
 @given(

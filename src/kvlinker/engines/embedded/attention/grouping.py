@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.engines.contract.attention import QUERY_BLOCK
-from kvlinker.engines.embedded.attention.views import View
+from kvlinker.engines.embedded.attention.kernel import View
 
 CALL_COST = 2048
 """Work of one attention call besides its arithmetic, in query-key pairs."""

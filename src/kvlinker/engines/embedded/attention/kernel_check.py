@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from kvlinker.engines import native
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryFunction
-from kvlinker.engines.embedded.attention.kernel import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel, View
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 HEAD_DIM = 64

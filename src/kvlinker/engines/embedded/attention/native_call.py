@@ -89,7 +89,7 @@ class NativeCall(ctypes.Structure):
     """Describes the attention of one layer: ``Call`` of call.h."""
 
     held: tuple[object, ...] = ()
-    """What has memory that the structure points to, and lives no longer than it."""
+    """Owners of the memory that the structure points to; they live as long as it."""
 
     _fields_ = (
         ("query", Heads),

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kvlinker.engines import native
 from kvlinker.engines.contract.attention import AttentionOptions
-from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
+from kvlinker.engines.embedded.attention.kernel import (
+    AttentionPlan,
+    Bundle,
+    KeyValue,
+    Segments,
+    View,
+    bundle_views,
+    farthest,
+    seen_views,
+)
 from kvlinker.engines.embedded.attention.native_call import (
     Heads,
     MeanWeights,
@@ -21,13 +30,6 @@ from kvlinker.engines.embedded.attention.native_call import (
     Rotation,
     Write,
     heads,
-)
-from kvlinker.engines.embedded.attention.views import (
-    AttentionPlan,
-    KeyValue,
-    Segments,
-    View,
-    farthest,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
 
@@ -136,13 +138,13 @@ class NativePlan(AttentionPlan):
 
     @classmethod
     def of(cls, views: Sequence[View], positions: NDArray[np.int64]) -> Self:
-        seen = AttentionPlan.of(views, positions)
+        seen = seen_views(views)
         positions = np.ascontiguousarray(positions)
         return cls(
-            seen.views,
+            seen,
             positions,
-            Table(bundle_views(seen.views), positions),
-            farthest=max((farthest(view, positions) for view in seen.views), default=0),
+            Table(bundle_views(seen), positions),
+            farthest=farthest(seen, positions),
             last=int(positions.max(initial=0)),
         )
 
@@ -185,43 +187,44 @@ class Table:
     """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64
     bits.
 
-    It holds the memory that they point to; all attributes are addresses, but for the number of
-    bundles.
+    It holds the memory that they point to. Its attributes are addresses, and the number of bundles.
     """
 
     def __init__(self, bundles: Sequence[Bundle], positions: NDArray[np.int64]) -> None:
-        self._held: list[NDArray[np.generic]] = []
-        self.positions = self._address(positions)
+        self._held: list[NDArray[np.generic]] = [positions]
+        self.positions = positions.ctypes.data
         views: list[tuple[int, ...]] = []
         visits: list[tuple[int, ...]] = []
         members: list[tuple[int, ...]] = []
         sizes: list[tuple[int, ...]] = []
         for bundle in bundles:
             sizes.append((len(members), len(bundle.members), len(visits), len(bundle.visits)))
-            members.extend((rows.start, rows.stop - rows.start) for rows in bundle.members)
+            for rows in bundle.members:
+                members.append((rows.start, rows.stop - rows.start))
             for visit in bundle.visits:
-                first, last = min(view.first for view in visit), max(view.last for view in visit)
-                visits.append((visit[0].segment, first, last, len(views)))
-                views.extend(self._row(view) for view in visit)
-        self.views, self.visits, self.members, self.bundles = (
-            self._address(np.array(rows, np.int64)) for rows in (views, visits, members, sizes)
-        )
+                first, last = visit[0].first, visit[0].last
+                begin = len(views)
+                for view in visit:
+                    first, last = min(first, view.first), max(last, view.last)
+                    masks = 0 if view.hidden is None else self._mask(view.hidden)
+                    at = 0 if view.positions is None else self._held_at(view.positions)
+                    row = view.start, view.rotary_start, view.first, view.last, masks, at
+                    views.append(row)
+                visits.append((visit[0].segment, first, last, begin))
+        parts = [np.array(rows, np.int64) for rows in (views, visits, members, sizes)]
+        self._held += parts
+        self.views, self.visits, self.members, self.bundles = [each.ctypes.data for each in parts]
         self.bundle_count = len(sizes)
 
-    def _row(self, view: View) -> tuple[int, ...]:
-        """Return the ``View`` of call.h."""
-        hidden = positions = 0
-        if view.hidden is not None:
-            bits = np.zeros(
-                len(view.hidden) // 64 * 8 + 16, np.uint8
-            )  # a word more than there are keys
-            packed = np.packbits(view.hidden, bitorder="little")
-            bits[: len(packed)] = packed
-            hidden = self._address(bits)
-        if view.positions is not None:
-            positions = self._address(np.ascontiguousarray(view.positions))
-        return view.start, view.rotary_start, view.first, view.last, hidden, positions
+    def _mask(self, hidden: NDArray[np.bool_]) -> int:
+        """Return the address of the mask as bits."""
+        bits = np.zeros(len(hidden) // 64 * 8 + 16, np.uint8)  # a word more than there are keys
+        packed = np.packbits(hidden, bitorder="little")
+        bits[: len(packed)] = packed
+        return self._held_at(bits)
 
-    def _address(self, array: NDArray[np.generic]) -> int:
+    def _held_at(self, array: NDArray[np.generic]) -> int:
+        """Return the address of an array, which is held."""
+        array = np.ascontiguousarray(array)
         self._held.append(array)
         return array.ctypes.data

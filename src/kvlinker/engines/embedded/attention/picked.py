@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.embedded.attention.kernel import Segments, View
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
-from kvlinker.engines.embedded.attention.views import Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 PAIRS_AT_ONCE = 1 << 20
@@ -21,7 +21,7 @@ PAIRS_AT_ONCE = 1 << 20
 
 
 class Picked(NamedTuple):
-    """What was picked for the queries of one sequence, which are the ``rows`` of a batch: [groups
+    """The tokens picked for the queries of one sequence, which are the ``rows`` of a batch: [groups
     of heads, queries, length], true for tokens that are seen."""
 
     rows: slice

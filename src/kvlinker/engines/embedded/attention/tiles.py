@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.engines.embedded.attention.bundles import Bundle
-from kvlinker.engines.embedded.attention.views import View
+from kvlinker.engines.embedded.attention.kernel import Bundle, View
 from kvlinker.engines.gpu.launching import all_on_device
 
 Array = NDArray[np.int64]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import QUERY_BLOCK, AttentionOptions, attention_scores
 from kvlinker.engines.embedded.attention.grouping import AttentionCall, group_queries
-from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
+from kvlinker.engines.embedded.attention.kernel import AttentionPlan, KeyValue, Segments, View
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 Partial = tuple[Tensor, Tensor]

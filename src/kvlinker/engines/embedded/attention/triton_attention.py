@@ -13,15 +13,17 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.placing import Rotation
-from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
-from kvlinker.engines.embedded.attention.tiles import PlacedTables, TileTables
-from kvlinker.engines.embedded.attention.views import (
+from kvlinker.engines.embedded.attention.kernel import (
     AttentionPlan,
+    Bundle,
     KeyValue,
     Segments,
     View,
+    bundle_views,
     farthest,
+    seen_views,
 )
+from kvlinker.engines.embedded.attention.tiles import PlacedTables, TileTables
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.gpu.attending import attend_tile, merge_partials
 from kvlinker.engines.gpu.launching import (
@@ -71,7 +73,7 @@ class TileKind(NamedTuple):
     def of(
         cls, rows: int, *, heads: int, kv_heads: int, value_dim: int, window: int | None
     ) -> TileKind:
-        """Return how a layer's ``rows`` queries of so many ``heads`` are cut."""
+        """Return how a layer's ``rows`` queries of ``heads`` heads are cut."""
         group = heads // kv_heads
         tile_heads = min(MOST_HEADS, 1 << (group - 1).bit_length())
         wide = rows * tile_heads > SMALLEST and value_dim <= WIDE_VALUES
@@ -119,14 +121,12 @@ class TritonAttention:
     """
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> TritonPlan:
-        seen = AttentionPlan.of(views, positions)
+        seen = seen_views(views)
         return TritonPlan(
-            seen.views,
+            seen,
             np.ascontiguousarray(positions),
-            bundle_views(seen.views),
-            farthest=max(
-                [int(positions.max(initial=0)), *(farthest(view, positions) for view in seen.views)]
-            ),
+            bundle_views(seen),
+            farthest=max(int(positions.max(initial=0)), farthest(seen, positions)),
         )
 
     def write(

@@ -1,1 +1,1 @@
-"""Has the chunks of requests loaded or computed, and kept in variants."""
+"""Loads or computes the chunks of requests, and keeps variants of them."""

@@ -1,4 +1,4 @@
-"""Has chunks computed by the engine, and stored."""
+"""Lets the engine compute chunks, and stores them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PendingChunks(NamedTuple):
 
 
 class ChunkBuilder:
-    """Has chunks computed by the engine, and stored. Methods may be called from any thread."""
+    """Lets the engine compute chunks, and stores them. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ChunkBuilder:
         idle: bool = False,
         with_scores: bool = True,
     ) -> PendingChunks:
-        """Have the chunk computed, and stored under ``key``.
+        """Compute the chunk in the engine, and store it under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it, ``idle`` that everything else
         comes first. Without ``with_scores``, which take more than half of the time, none are

@@ -1,5 +1,11 @@
-"""Computes the KV of chunks at later places in a row of texts, when the engine has nothing else to
-do."""
+"""Computes the KV of chunks at later places in a row of texts (ours), when the engine has nothing
+else to do.
+
+Language models tell the things of a prompt apart by their place in a row (Feng and Steinhardt,
+2023, "How do Language Models Bind Entities in Context?"). The KV of a chunk that was computed alone
+says "the first in the row", so that several such chunks are mistaken for one another. KV that was
+computed behind texts of its kind says at which place it stands.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +22,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvlinker.base.errors import EngineClosedError
-from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.engines.contract.rows import ROW, circles, orders
+from kvlinker.base.types.chunks import LAST_PLACE, Chunk, chunk_key, place_keys
 from kvlinker.engines.embedded.chunks.variants import Background
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
@@ -28,19 +33,45 @@ from kvlinker.store.chunk_kv import ChunkKV, mean_with
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 1024
-"""The most rows that wait to be computed; those that were wanted first are forgotten."""
+ROW = LAST_PLACE + 1
+"""The most chunks in a row."""
 
-MOST_REACHED = 65_536
-"""The most chunks of which it is known how many contexts their KV has."""
+CONTEXTS = 4
+"""The most contexts whose mean the KV of a chunk at a place becomes: what the texts before it say
+is noise, which the mean over several has less of, and their number is the signal."""
 
-MOST_ROOM = 1 / 4
-"""The most that the KV of a row, at all places, may take of the largest tier's budget: more would
-evict what chunks have at their first place, and with it what requests under all policies use."""
+WAITING_ROWS = 1024
+"""The number of rows that wait to be computed; those that were wanted first are forgotten."""
 
-MOST_SECONDS = 300.0
-"""The seconds from a row's offer within which it is computed even if its chunks are not stored:
-what is stored soon after a deletion is deleted again (``store.deletions``)."""
+COUNTED_CHUNKS = 65_536
+"""The number of chunks whose KV's contexts are remembered: some hundred bytes each."""
+
+ROW_ROOM = 1 / 4
+"""The largest share of the largest tier's budget for the KV of a row, at all places. A larger one
+would evict the KV of chunks at their first place, which requests under all policies use. Chosen by
+hand."""
+
+WANTED_SECONDS = 300.0
+"""The seconds from a row's offer within which it is computed even if its chunks are not stored: KV
+that is stored soon after a deletion is deleted again (``store.deletions``)."""
+
+
+def circles(count: int) -> int:
+    """Return in how many circles ``count`` chunks are computed, each of which has other
+    neighbours."""
+    return min(CONTEXTS, count - 1)
+
+
+def orders(count: int, circle: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Return the orders in which ``count`` chunks are computed, as their indices: the circle of
+    this number, begun with each of them, so that in as many orders each chunk stands at each place
+    once."""
+    around = [*range(count)]
+    if circle & 2:
+        around = around[::2] + around[1::2]
+    if circle & 1:
+        around.reverse()
+    return tuple((*around[begin:], *around[:begin]) for begin in range(count))
 
 
 @dataclass
@@ -49,7 +80,7 @@ class _Row:
 
     chunks: tuple[Chunk, ...]
     kept: frozenset[Chunk]
-    """Those whose KV is kept; the others only stand before them."""
+    """The chunks whose KV is kept; the others only stand before them."""
 
     tenant: str
     circle: int = 0
@@ -71,7 +102,8 @@ class _Row:
 
 
 class PlaceBuilder:
-    """Has chunks computed at places where they have no KV yet, one row of them at a time."""
+    """Lets the engine compute chunks at places where they have no KV yet, one row of them at a
+    time."""
 
     def __init__(
         self,
@@ -91,58 +123,60 @@ class PlaceBuilder:
         self._longest = longest
         self._waiting: dict[tuple[Chunk, ...], _Row] = {}
         self._later: OrderedDict[tuple[Chunk, ...], _Row] = OrderedDict()
-        self._reached: dict[str, int] = {}  # contexts, by key
+        self._contexts: dict[str, int] = {}  # contexts, by key
         self._row: _Row | None = None
-        self._told = False
+        self._has_warned = False
         self._settled: list[Future[None]] = []
 
     def offer(self, chunks: Sequence[Chunk], tenant: str) -> None:
-        """Have chunks that stand together, in a prompt or where they were created, computed behind
-        one another, as far as they lack KV at a place that others of them have before them; and
-        when no chunk lacks any, in other orders, so that it becomes the mean over several contexts.
+        """Let the engine compute chunks that stand together, in a prompt or where they were
+        created, behind one another, as far as they lack KV at a place. When no chunk lacks any, it
+        computes them in other orders, so that their KV becomes the mean over several contexts.
 
         Those that are offered last come first. A tenant's own chunks never stand before shared
         ones. Returns at once; any thread may call it, and one that comes after the engine was
         closed changes nothing.
         """
         with suppress(RuntimeError):  # the background's thread has ended
-            self._background(partial(self._guarded, partial(self._add, chunks, tenant)))
+            self._background(partial(self._change, partial(self._add, chunks, tenant)))
 
     def settle(self) -> Future[None]:
         """Return a future that is done once all that was offered is computed, or given up. Any
         thread may call it."""
         settled: Future[None] = Future()
-        self._background(partial(self._guarded, partial(self._settled.append, settled)))
+        self._background(partial(self._change, partial(self._settled.append, settled)))
         return settled
 
-    def _guarded(self, change: Callable[[], None] = lambda: None) -> None:
+    def _change(self, change: Callable[[], None] = lambda: None) -> None:
         """Change what is wanted or known, and go on. A row that fails is given up."""
         try:
             change()
-            self._go_on()
+            self._begin_next()
         except EngineClosedError:
             self._row = None
             self._waiting.clear()
             self._later.clear()
-            self._go_on()
+            self._begin_next()
         except Exception:
             logger.exception("Chunks could not be computed at other places.")
             self._row = None
-            self._background(self._guarded)
+            self._background(self._change)
 
     def _add(self, chunks: Sequence[Chunk], tenant: str) -> None:
-        texts = dict.fromkeys(replace(chunk, place=0) for chunk in chunks if not chunk.contextual)
+        own_texts = [replace(chunk, place=0) for chunk in chunks if not chunk.contextual]
+        texts = list(dict.fromkeys(own_texts))
         alike: defaultdict[tuple[tuple[int, ...], bool], list[Chunk]] = defaultdict(list)
         for chunk in texts:
             alike[chunk.prefix, chunk.shared].append(chunk)
         for (_, shared), own in alike.items():
             others = [chunk for chunk in texts if chunk.shared or not shared]
-            places = range(1, min(len(others), ROW))
+            places = min(len(others), ROW) - 1
             lacking, crude = [], []
             for chunk in own:
-                if not all(self._has(replace(chunk, place=place), tenant) for place in places):
+                key = self._key(chunk, tenant)
+                if None in map(self._store.tier_of, place_keys(key)[:places]):
                     lacking.append(chunk)
-                elif self._reached.get(self._key(chunk, tenant), 0) < circles(len(places) + 1):
+                elif self._contexts.get(key, 0) < circles(places + 1):
                     crude.append(chunk)
             for row in self._rows(lacking, others, tenant):
                 row.begin(0)
@@ -150,13 +184,13 @@ class PlaceBuilder:
                 self._waiting[row.chunks] = row
             for row in self._rows(crude, others, tenant):
                 self._compute_later(row)
-        while len(self._waiting) > MOST_WAITING:
+        while len(self._waiting) > WAITING_ROWS:
             del self._waiting[next(iter(self._waiting))]
 
     def _compute_later(self, row: _Row, *, first: bool = False) -> None:
-        """Have a row whose chunks have KV computed in other orders, when no other row lacks any.
-        Too many are forgotten, until they are offered again."""
-        if len(self._later) < MOST_WAITING:
+        """Enqueue a row whose chunks have KV for other orders, when no other row lacks any. Where
+        too many wait, it is forgotten, until it is offered again."""
+        if len(self._later) < WAITING_ROWS:
             self._later.setdefault(row.chunks, row)
             if first:
                 self._later.move_to_end(row.chunks, last=False)
@@ -171,22 +205,22 @@ class PlaceBuilder:
             chunks = self._row_of(kept, [chunk for chunk in others if chunk not in kept])
             if len(chunks) > 1:
                 rows.append(_Row(tuple(chunks), frozenset(kept), tenant))
-            elif len(others) > 1 and not self._told:
-                self._told = True
+            elif len(others) > 1 and not self._has_warned:
+                self._has_warned = True
                 logger.warning(
                     "A chunk of %d tokens gets no KV for later places: behind another one it is"
                     " longer than the model's window, or its KV takes more than %.0f%% of the"
                     " chunk store. The policy row computes it in full; a larger disk_space or"
                     " host_memory, or smaller chunks, mend that.",
                     len(kept[0]),
-                    100 * MOST_ROOM,
+                    100 * ROW_ROOM,
                 )
         return rows
 
     def _row_of(self, begun: Sequence[Chunk], others: Sequence[Chunk]) -> list[Chunk]:
         """Return a row that goes on with others, as many as it takes: by its length, and by what
         the store has room for."""
-        room = self._store.largest_budget * MOST_ROOM
+        room = self._store.largest_budget * ROW_ROOM
         row = list(begun)
         for chunk in others[: ROW - len(row)]:
             tokens = len(chunk) + sum(map(len, row))
@@ -198,8 +232,8 @@ class PlaceBuilder:
             row.append(chunk)
         return row
 
-    def _go_on(self) -> None:
-        """Have a row computed, unless one is under way."""
+    def _begin_next(self) -> None:
+        """Begin the next row, unless one is under way."""
         while self._row is None and self._waiting:
             _, row = self._waiting.popitem()
             self._begin_order(row)
@@ -214,12 +248,11 @@ class PlaceBuilder:
     def _is_wanted(self, row: _Row) -> bool:
         """Return whether a row is computed: not of chunks that may have been deleted so long ago
         that nobody would delete what comes out."""
-        is_recent = time.monotonic() - row.offered < MOST_SECONDS
+        is_recent = time.monotonic() - row.offered < WANTED_SECONDS
         return is_recent or all(self._has(chunk, row.tenant) for chunk in row.kept)
 
     def _begin_order(self, row: _Row) -> None:
-        """Have the next order of a row's first circle computed that gives KV which is not
-        stored."""
+        """Compute the next order of a row's first circle that gives KV which is not stored."""
         if not self._is_wanted(row):
             return
         while row.left:
@@ -230,8 +263,9 @@ class PlaceBuilder:
         self._end_circle(row)
 
     def _begin_later_order(self, row: _Row) -> None:
-        """Have the next order of a row's later circles computed, unless its chunks' KV has as many
-        contexts as the row gives them, or got none by the last circle, as where it was evicted."""
+        """Compute the next order of a row's later circles. Nothing is computed where its chunks' KV
+        has as many contexts as the row gives them, or got none by the last circle, as after an
+        eviction."""
         if not self._is_wanted(row):
             return
         if not row.left:
@@ -260,9 +294,9 @@ class PlaceBuilder:
             )
             for chunk in row.kept
         }
-        if len(self._reached) > MOST_REACHED:
-            self._reached.clear()
-        self._reached |= {self._key(chunk, row.tenant): at for chunk, at in contexts.items()}
+        if len(self._contexts) > COUNTED_CHUNKS:
+            self._contexts.clear()
+        self._contexts |= {self._key(chunk, row.tenant): at for chunk, at in contexts.items()}
         return min(contexts.values())
 
     def _compute(self, row: _Row, ordered: tuple[Chunk, ...]) -> None:
@@ -278,7 +312,7 @@ class PlaceBuilder:
         self._row = row
         computed.add_done_callback(
             lambda done: self._background(
-                partial(self._guarded, partial(self._note, row, ordered, done))
+                partial(self._change, partial(self._note, row, ordered, done))
             )
         )
 

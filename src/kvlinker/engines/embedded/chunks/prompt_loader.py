@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.futures import gather, or_else, resolved, then
@@ -17,26 +18,44 @@ from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.places import PlaceBuilder
-from kvlinker.engines.embedded.chunks.variants import TenantLibrary, VariantBuilder
+from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.prompt_request import PromptRequest
+from kvlinker.engines.embedded.requests.generation import PromptRequest
 from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
-from kvlinker.linking.evidence import Forecast
+from kvlinker.linking.evidence import Forecast, Variant
 from kvlinker.linking.link import Link, no_reuse
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
 from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.prefixes import SpilledPrefixes
 
 logger = logging.getLogger(__name__)
+
+
+class TenantLibrary(NamedTuple):
+    """The ``Library`` of what is stored of one tenant's chunks."""
+
+    store: ChunkStore
+    fingerprint: str
+    tenant: str
+    kept: VariantLibrary | None
+    """The library of variants; None to show none."""
+
+    def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
+        return () if self.kept is None else self.kept.variants(chunk, self.tenant)
+
+    def has(self, chunk: Chunk) -> bool:
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=self.tenant)
+        return self.store.tier_of(key) is not None
 
 
 class PromptLoader:
@@ -59,10 +78,9 @@ class PromptLoader:
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
         computing takes. ``variants`` is offered prompts, some of whose variants may be missing,
-        ``places`` chunks that may not have been computed at their places.
-        ``prefixes`` has the KV that the pool gave up; ``restored`` is called with the number of
-        tokens whose KV was read from there. ``elsewhere`` is asked for chunks before they are
-        computed here."""
+        ``places`` chunks that may not have been computed at their places. ``prefixes`` has the KV
+        that was evicted from the pool; ``restored`` is called with the number of tokens whose KV
+        was read from there. ``elsewhere`` is asked for chunks before they are computed here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._kv_bytes = loaded.kv_bytes
@@ -83,11 +101,29 @@ class PromptLoader:
         """Return the keys of a tenant's chunks."""
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
 
-    def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
+    def name_chunks(self, request: PromptRequest) -> None:
+        """Set the keys and the bytes of the chunks that the request's prompt names."""
+        chunks = request.request.prompt.chunks
+        keys = self.keys(chunks, request.tenant)
+        request.keys = dict(zip(map(id, chunks), keys, strict=True))
+        request.chunk_bytes = self._sizes(keys, chunks)
+
+    def _sizes(self, keys: Sequence[str], chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return the bytes of the chunks in memory, KV and scores, by key."""
-        lengths = map(len, chunks)
-        sizes = [self._kv_bytes(length) + length * SCORE_BYTES_PER_TOKEN for length in lengths]
-        return dict(zip(self.keys(chunks, tenant), sizes, strict=True))
+        sizes = {}
+        for key, chunk in zip(keys, chunks, strict=True):
+            tokens = len(chunk.tokens)
+            sizes[key] = self._kv_bytes(tokens) + tokens * SCORE_BYTES_PER_TOKEN
+        return sizes
+
+    def _keys_of(self, request: PromptRequest, chunks: Sequence[Chunk]) -> list[str]:
+        """Return the keys of chunks that a policy chose for the request's prompt, most of which it
+        names itself."""
+        return [
+            request.keys.get(id(chunk))
+            or chunk_key(chunk, fingerprint=self._fingerprint, tenant=request.tenant)
+            for chunk in chunks
+        ]
 
     def load(self, request: PromptRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last
@@ -97,13 +133,17 @@ class PromptLoader:
             _check_wanted(request)
             link = self._begin(request)
             if link.policy.needs.places and not request.explains:
-                self._places.offer(request.request.prompt.chunks, request.request.tenant)
+                self._places.offer(request.request.prompt.chunks, request.tenant)
+            keys, reused = self._keys_of(request, link.chunks), link.prompt.reused
+            stored = () if reused is None else reused.stored
             hold = request.hold
             if hold is not None:  # else the request has ended meanwhile
-                hold.extend(self.sizes(link.chunks, request.request.tenant))
-                hold.extend({part.key: part.last * self._token_bytes for part in _stored(link)})
-            prefix = gather(self._restore(link), list)
-            chunks = gather(self._fetch(request, link), list)
+                if not hold.keys.issuperset(keys):
+                    hold.extend(self._sizes(keys, link.chunks))
+                if stored:
+                    hold.extend({part.key: part.last * self._token_bytes for part in stored})
+            prefix = gather(self._restore(link, stored), list)
+            chunks = gather(self._fetch(request, link, keys), list)
             done = gather([chunks, prefix], partial(self._complete, request, link))
         except Exception as error:
             self._fail(request, error)
@@ -133,21 +173,18 @@ class PromptLoader:
                 wanted.tenant,
                 None if self._variants is None or wanted.salt else self._variants.library,
             ),
-            forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
-            reuse=partial(self._reuse, wanted) if request.reuses else no_reuse,
+            forecast=partial(self._forecast, request),
+            reuse=partial(self._reuse, request) if request.reuses else no_reuse,
         )
 
-    def _reuse(
-        self, request: GenerationRequest, prompt: Prompt, policy: Policy
-    ) -> ReusedPrefix | None:
+    def _reuse(self, request: PromptRequest, prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
         """Return the beginning of the request's prompt that was computed before in the same
         way."""
-        keys = self.keys(prompt.chunks, request.tenant)
-        return self._scheduler.find_prefix(request.sharer, prompt, keys, policy)
+        keys = self._keys_of(request, prompt.chunks)
+        return self._scheduler.find_prefix(request.request.sharer, prompt, keys, policy)
 
-    def _restore(self, link: Link) -> list[Future[KV | None]]:
+    def _restore(self, link: Link, stored: Sequence[StoredKV]) -> list[Future[KV | None]]:
         """Load the KV that the link reuses from disk."""
-        stored = _stored(link)
         if self._prefixes is None or not stored:
             return [resolved(None) for _ in stored]
         own = link.prompt.reused_own[-sum(map(len, stored)) :]
@@ -155,27 +192,23 @@ class PromptLoader:
             [part.key for part in stored], compute_seconds(self._throughput.seconds, own)
         )
 
-    def _fetch(self, request: PromptRequest, link: Link) -> list[Future[KV]]:
-        """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading
-        pays. Chunks that the plan computes instead, by its forecast, are read to memory for later
-        prompts."""
-        tenant, forecast = request.request.tenant, link.forecast
-        keys = self.keys(link.chunks, tenant)
+    def _fetch(self, request: PromptRequest, link: Link, keys: Sequence[str]) -> list[Future[KV]]:
+        """Fetch the KV of the link's chunks, whose ``keys`` these are: of all of them, if the
+        forecast says that loading pays. Chunks that the plan computes instead, by its forecast, are
+        read to memory for later prompts."""
+        forecast = link.forecast
         if link.plan is not None and forecast is not None and forecast.load != 0:
-            self._store.load_ahead(
-                self.keys(
-                    [chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant
-                )
-            )
+            others = [chunk for chunk in link.prompt.chunks if chunk not in link.chunks]
+            self._store.load_ahead(self._keys_of(request, others))
         found: list[Future[KV | None]]
         if request.resident_only:
             found = [resolved(self._store.get_resident(key)) for key in keys]
         else:
-            decided = forecast is not None and forecast.worth_loading
-            cached = sum(len(chunk) for chunk in link.chunks)
-            alone = self._scheduler.is_alone(request)
             urgency = self._throughput.urgency(
-                link.computed, cached=cached, decided=decided, alone=alone
+                link.computed,
+                cached=sum([len(chunk.tokens) for chunk in link.chunks]),
+                decided=forecast is not None and forecast.worth_loading,
+                alone=self._scheduler.is_alone(request),
             )
             found = self._store.load(keys, urgency)
         return [
@@ -190,27 +223,38 @@ class PromptLoader:
     def _is_enough(self, link: Link, chunk: Chunk, kv: KV) -> bool:
         """Return whether the KV is the chunk's, and has the scores that the link's policy needs.
         That of a text without an id may have been stored without scores."""
-        needs_scores = link.policy.needs.scores and self._builder.collects_scores
-        return self._fits(chunk, kv) and (kv.scores is not None or not needs_scores)
+        if kv.scores is None and link.policy.needs.scores and self._builder.collects_scores:
+            return False
+        return self._fits(chunk, kv)
 
     def _fits(self, chunk: Chunk, kv: KV) -> bool:
         """Return whether the KV has the shape that the forward pass takes for granted, as far as
         its layers are there."""
-        count = kv.layer_count if isinstance(kv, ArrivingKV) else len(kv.layers)
-        if kv.tokens != len(chunk) or count != len(self._shapes):
+        tokens = kv.tokens
+        layers: Sequence[LayerKV | None]
+        if isinstance(kv, ArrivingKV):
+            layers = [kv.layer(index) for index in range(kv.layer_count)]
+        else:
+            layers = kv.layers
+        if tokens != len(chunk.tokens) or len(layers) != len(self._shapes):
             return False
-        layers = map(kv.layer, range(count))
-        return self._are_states_of(kv.tokens, kv.states) and all(
-            [part.shape for part in layer.parts] == [(heads, kv.tokens, dim) for heads, dim in own]
-            for layer, own in zip(layers, self._shapes, strict=True)
-            if layer is not None
-        )
+        for layer, (key, value, *index) in zip(layers, self._shapes, strict=True):
+            if layer is None:
+                continue
+            if layer.key.shape != (key[0], tokens, key[1]):
+                return False
+            if layer.value.shape != (value[0], tokens, value[1]):
+                return False
+            indexed = None if layer.index is None else layer.index.shape
+            if indexed != ((index[0][0], tokens, index[0][1]) if index else None):
+                return False
+        return self._are_states_of(tokens, kv.states)
 
     def _obtain(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
     ) -> Future[KV]:
-        """Have a chunk computed that the store lacks: elsewhere and loaded, where that pays, else
-        here. Raises the errors of ``_build``."""
+        """Obtain a chunk that the store lacks: computed elsewhere and loaded, where that pays, else
+        computed here. Raises the errors of ``_build``."""
         build = partial(self._build, request, link, key, chunk)
         lacking = link.policy.needs.scores and not chunk.scored  # another would compute none
         if self._elsewhere is None or stored is not None or request.resident_only or lacking:
@@ -230,9 +274,9 @@ class PromptLoader:
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
     ) -> Future[KV]:
-        """Have the chunk computed that the store lacks, has without the scores that are needed, or
-        has in another shape. Raises KVLinkerError if the request has ended while the store looked
-        for it."""
+        """Compute the chunk, which the store lacks, has without the scores that are needed, or has
+        in another shape. Raises KVLinkerError if the request has ended while the store looked for
+        it."""
         if isinstance(stored, ArrivingKV):
             stored.give_up()
         if stored is not None and not self._fits(chunk, stored):
@@ -246,7 +290,7 @@ class PromptLoader:
         with_scores = chunk.scored or link.policy.needs.scores
         if chunk.place:  # it was evicted since the policy chose it
             chunk = replace(chunk, place=0)
-            (key,) = self.keys([chunk], request.request.tenant)
+            (key,) = self.keys([chunk], request.tenant)
         building = self._builder.build(
             key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores
         )
@@ -264,7 +308,7 @@ class PromptLoader:
         taken = False
         try:
             request.link = link = begun.with_scores([kv.scores for kv in kvs])
-            keys = self.keys(link.prompt.chunks, request.request.tenant)
+            keys = self._keys_of(request, link.prompt.chunks)
             taken = self._scheduler.loaded(
                 request, request.make_sequence(link, kvs, keys, restored)
             )
@@ -275,10 +319,10 @@ class PromptLoader:
                     arriving.give_up()
         if not taken:
             return
-        if tokens := sum(
-            len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None
-        ):
-            self._restored(tokens)
+        if link.prompt.reused is not None:
+            parts = zip(link.prompt.reused.stored, restored, strict=True)
+            if tokens := sum(len(part) for part, kv in parts if kv is not None):
+                self._restored(tokens)
         wants_variants = link.policy.needs.variants and not request.explains
         if self._variants is not None and wants_variants and not request.request.salt:
             self._variants.offer(link.prompt, request.request.tenant)
@@ -291,10 +335,10 @@ class PromptLoader:
             error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
         self._scheduler.failed(request, error)
 
-    def _forecast(self, tenant: str, prompt: Prompt, *, resident_only: bool) -> Forecast:
-        load = (
-            LoadTime() if resident_only else self._store.load_time(self.keys(prompt.chunks, tenant))
-        )
+    def _forecast(self, request: PromptRequest, prompt: Prompt) -> Forecast:
+        load = LoadTime()
+        if not request.resident_only:
+            load = self._store.load_time(self._keys_of(request, prompt.chunks))
         prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))
         if load is None:
             return Forecast(None, prefill)
@@ -305,8 +349,3 @@ def _check_wanted(request: PromptRequest) -> None:
     """Raise KVLinkerError if the request has ended: its chunks are no longer needed."""
     if request.state is RequestState.FINISHED:
         raise KVLinkerError("The request has ended before its chunks were there.")
-
-
-def _stored(link: Link) -> tuple[StoredKV, ...]:
-    """Return the KV that the linked prompt reuses from disk."""
-    return () if link.prompt.reused is None else link.prompt.reused.stored

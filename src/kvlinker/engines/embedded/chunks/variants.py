@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, chunk_key
@@ -84,23 +83,6 @@ class VariantLibrary:
             self._store.delete(key)
 
 
-class TenantLibrary(NamedTuple):
-    """The ``Library`` of what is stored of one tenant's chunks."""
-
-    store: ChunkStore
-    fingerprint: str
-    tenant: str
-    kept: VariantLibrary | None
-    """Has the variants; None to show none."""
-
-    def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
-        return () if self.kept is None else self.kept.variants(chunk, self.tenant)
-
-    def has(self, chunk: Chunk) -> bool:
-        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=self.tenant)
-        return self.store.tier_of(key) is not None
-
-
 def _has_exact(variants: Iterable[Variant], prompt: Prompt, index: int) -> bool:
     """Return whether one of the variants of a chunk was computed after just what stands before it
     in the prompt."""
@@ -132,7 +114,7 @@ class VariantBuilder:
         self._longest = longest
 
     def offer(self, prompt: Prompt, tenant: str) -> None:
-        """Have the missing variants of this prompt computed, if any, for later requests. Returns at
+        """Enqueue the missing variants of this prompt, if any, for later requests. Returns at
         once."""
         self._background(partial(self._offer, prompt, tenant))
 

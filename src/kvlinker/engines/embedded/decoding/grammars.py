@@ -42,7 +42,9 @@ class GrammarGuides:
         self._keeping = threading.Lock()
         self._compiled: OrderedDict[AnswerGrammar, LLMatcher] = OrderedDict()  # last used last
         self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
-        self._put_off: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+        self.postponed: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+        """Masks to compute after ``start``."""
+
         self.vocabulary = loaded.vocabulary
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
@@ -55,23 +57,24 @@ class GrammarGuides:
         return partial(GrammarGuide, self, grammar, self._matcher(grammar))
 
     def submit(self, work: Callable[[], Mask]) -> Future[Mask]:
-        """Have a mask computed now. Any thread may call it. Raises EngineClosedError."""
+        """Compute a mask now, in the grammars' thread. Any thread may call it. Raises
+        EngineClosedError."""
         try:
             return self._thread.submit(work)
         except RuntimeError:  # it was shut down
             raise engine_closed() from None
 
-    def put_off(self, work: Callable[[], Mask]) -> Future[Mask]:
-        """Have a mask computed after ``start``. For the engine's thread."""
+    def postpone(self, work: Callable[[], Mask]) -> Future[Mask]:
+        """Compute a mask after ``start``. For the engine's thread."""
         future: Future[Mask] = Future()
-        self._put_off.append((future, work))
+        self.postponed.append((future, work))
         return future
 
     def start(self) -> None:
-        """Begin what was put off: the masks that are wanted after the step that begins. For the
-        engine's thread. Raises EngineClosedError."""
-        if self._put_off:
-            together, self._put_off = self._put_off, []
+        """Begin the postponed masks, which are wanted after the step that begins. For the engine's
+        thread. Raises EngineClosedError."""
+        if self.postponed:
+            together, self.postponed = self.postponed, []
             try:
                 self._thread.submit(_compute, together)
             except RuntimeError:
@@ -159,7 +162,7 @@ class GrammarGuide:
         and KVLinkerError where that panics.
         """
         if not self._next.done():
-            self._guides.start()  # it may have been put off
+            self._guides.start()  # it may have been postponed
         try:
             return self._next.result()
         except Exception:
@@ -170,7 +173,7 @@ class GrammarGuide:
     def accept(self, token: int) -> None:
         """Note the token that came, which must be one of those allowed, and have the next mask
         computed together with others of the step."""
-        self._next = self._guides.put_off(partial(self._follow, token))
+        self._next = self._guides.postpone(partial(self._follow, token))
 
     def completed_by(self, token: int) -> bool:
         """Note the last token, which must be one of those allowed, and return whether the answer
@@ -198,7 +201,7 @@ def _panicked(error: BaseException) -> KVLinkerError:
 
 
 def _check_first_mask(matcher: LLMatcher, grammar: AnswerGrammar) -> None:
-    """Have the first mask computed by the caller's thread: it can take seconds, for which all other
+    """Compute the first mask in the caller's thread: it can take seconds, for which all other
     answers with grammars would wait. The lexer, which copies share, remembers it.
 
     Raises InvalidRequestError where there is none; and KVLinkerError where the parser panics.

@@ -227,7 +227,7 @@ class AnswerCapture:
     """
 
     def __init__(self, layers: int, start: int, room: RecordingRoom) -> None:
-        """``start`` is the position of the first of them."""
+        """``start`` is the position of the first token."""
         self._start = start
         self._room = room
         self._nbytes = 0

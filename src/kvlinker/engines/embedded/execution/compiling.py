@@ -135,8 +135,8 @@ def program_error(model: Any, anatomy: Anatomy, program: Program | Capturable) -
 
 @contextmanager
 def _same_experts(model: nn.Module) -> Iterator[None]:
-    """Have later passes in the block compute each row by the experts that the first one chose, with
-    the same weights: where two are all but equal, the last bits of a sum choose between them."""
+    """Fix the experts and their weights, in later passes in the block, to those that the first pass
+    chose for each row: where two are all but equal, the last bits of a sum choose between them."""
     chosen: dict[nn.Module, tuple[Any, ...]] = {}
 
     def choose(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -199,8 +199,8 @@ def _batch(model: Any, anatomy: Anatomy) -> Batch:
 
 
 def _state(anatomy: Anatomy, position: int, random: Callable[..., Tensor]) -> SequenceState | None:
-    """Return a state at this position, of the beginning's but for what the next convolution
-    sees."""
+    """Return a state at this position. It is the beginning's, except for the inputs of the next
+    convolution."""
     layers = tuple(
         LayerState(random(each.channels, each.window), torch.zeros(each.state_shape))
         for each in anatomy.recurrences

@@ -17,19 +17,17 @@ from torch import Tensor, nn
 from kvlinker.base.profiling import Profile
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
-from kvlinker.engines.embedded.attention.kernel import AttentionKernel
+from kvlinker.engines.embedded.attention.kernel import AttentionKernel, View
 from kvlinker.engines.embedded.attention.picked import attend_picked
-from kvlinker.engines.embedded.attention.views import View
-from kvlinker.engines.embedded.execution.batch import Batch, SharedChunk
+from kvlinker.engines.embedded.execution.batch import Batch, BatchSegments, SharedChunk
 from kvlinker.engines.embedded.execution.index_pass import IndexPass
 from kvlinker.engines.embedded.execution.late_layers import WaitInStep, late_owners
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.observing import LayerAttention, Observation
 from kvlinker.engines.embedded.execution.recurrent_pass import RecurrentPass
-from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
-from kvlinker.engines.embedded.model.anatomy import Anatomy, kept_by
+from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.indexers import IndexerCall
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
@@ -73,7 +71,7 @@ class ForwardPass:
         """``ahead`` brings chunks' layers to the device. ``native`` is False if observers are to be
         shown weights that PyTorch alone computes."""
         self._layers = anatomy.layers
-        self._kept_by = kept_by(anatomy.layers)
+        self._kept_by = pool.kept_by
         self._attended = 0
         self._blocks = anatomy.blocks
         self._entered = 0
@@ -102,7 +100,7 @@ class ForwardPass:
         self.remaining_rows = torch.arange(len(batch.slots), device=self._device)
         """Where these tokens were in the batch at first."""
 
-        self.left: dict[object, int] = {}
+        self.late: dict[object, int] = {}
         """The owners that left, with the first layer that their chunks lacked."""
 
         self._enter(batch)
@@ -197,11 +195,11 @@ class ForwardPass:
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
         self.segments = BatchSegments(batch, self._layers, self._pool, self._kernel, self._ahead)
-        self._observation = Observation(batch, native=self._native)
+        self._observation = Observation(batch.observed, native=self._native)
 
     def _take_out(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
         """Return ``hidden`` without the owners' tokens."""
-        self.left.update(dict.fromkeys(owners, index))
+        self.late.update(dict.fromkeys(owners, index))
         keep = self._batch.without(owners)
         if not keep.any():
             raise EmptyStepError
@@ -262,14 +260,14 @@ class ForwardPass:
         self._kernel.write(plan, kv.key, kv.value, self._slots, self._layers[index].rotary, pool)
         if self._layers[index].indexer is not None:
             kv = replace(kv, index=self._pick(index, views))
-        for run, rows in self._batch.rows():
+        for run, rows in self._batch.rows:
             if run.capture is not None:
                 mine = LayerKV.of_parts([part[:, rows] for part in kv.parts])
                 run.capture.record(into, run.start, mine)
         return query
 
     def _pick(self, index: int, views: Sequence[View]) -> Tensor:
-        """Have this layer's indexer pick for all tokens that it computes, and return what it keeps
+        """Let this layer's indexer pick for all tokens that it computes, and return what it keeps
         of them: [1, tokens, dim]."""
         pool = self._pool.indices[self._kept_by[index]]
         assert pool is not None, "a layer with an indexer keeps something for it"

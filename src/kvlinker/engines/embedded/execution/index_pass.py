@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.attention.kernel import View
 from kvlinker.engines.embedded.attention.picked import Picked, by_position
-from kvlinker.engines.embedded.attention.views import View
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.embedded.model.indexers import Indexer, IndexerCall, Queries
@@ -55,7 +55,7 @@ class IndexPass:
         hidden_rows: Tensor,
         pass_rows: Tensor,
     ) -> Tensor:
-        """Have the indexer of layer ``index`` pick for all tokens of ``batch``, and write what it
+        """Let the indexer of layer ``index`` pick for all tokens of ``batch``, and write what it
         keeps of them into ``pool`` [1, slots, dim]; return that, [1, tokens, dim].
 
         ``segments`` [1, tokens, dim] have what is kept of what the ``views`` show. The batch's
@@ -68,7 +68,7 @@ class IndexPass:
         assert indexer is not None, "it has been seen before"
         positions, self._picked = batch.positions, {}
         kept = pool.new_empty(len(positions), indexer.dim)
-        for owner, rows in batch.owner_rows():
+        for owner, rows in batch.owner_rows:
             mine = positions[rows]
             seen = [view for view in views if view.rows == rows]
             linked = by_position(seen, segments, int(mine[-1]) + 1)[0]
@@ -92,7 +92,7 @@ class IndexPass:
         """Return the last picks for all tokens of ``batch``: those for which it was picked, or some
         of them."""
         positions, found = batch.positions, []
-        for owner, rows in batch.owner_rows():
+        for owner, rows in batch.owner_rows:
             known, mask = self._picked[owner]
             if rows.stop - rows.start < len(known):
                 mask = mask[:, np.searchsorted(known, positions[rows])]

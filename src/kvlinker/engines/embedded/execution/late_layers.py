@@ -46,7 +46,7 @@ def _lacking(batch: Batch, index: int) -> list[tuple[object, ArrivingKV]]:
     """Return the owners that see KV whose layer has not arrived, each with the KV."""
     return [
         (owner, chunk.kv)
-        for owner, chunk in batch.shared()
+        for owner, chunk in batch.shared
         if isinstance(chunk.kv, ArrivingKV) and chunk.kv.layer(index) is None
     ]
 

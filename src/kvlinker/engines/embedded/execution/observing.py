@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.observation import mean_over_heads
+from kvlinker.engines.embedded.attention.kernel import Segments, View
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import MOST_SHARING_HEADS, NativePlan
 from kvlinker.engines.embedded.attention.picked import Picked, mask_of
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
-from kvlinker.engines.embedded.attention.views import Segments, View
-from kvlinker.engines.embedded.execution.batch import Batch
+from kvlinker.engines.embedded.execution.batch import Run
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 FEW_QUERIES = 8
@@ -41,20 +41,23 @@ class LayerAttention(NamedTuple):
     """The picks of indexers; None if all is seen."""
 
 
+@dataclass(eq=False, slots=True)
 class Observation:
     """Passes the attention of one batch's layers to its observers."""
 
-    def __init__(self, batch: Batch, *, native: bool) -> None:
-        """With ``native``, native code computes what it can."""
-        self._observed = [(run, rows) for run, rows in batch.rows() if run.observer is not None]
-        self._native = native
-        self._scores: dict[tuple[object, ...], PositionScores] = {}
-        self._plans: dict[tuple[object, ...], NativePlan] = {}
+    observed: Sequence[tuple[Run, slice]]
+    """The runs whose attention is observed, with the tokens of the batch that they have."""
+
+    native: bool
+    """True if native code computes the weights, where it can."""
+
+    _scores: dict[tuple[object, ...], PositionScores] = field(default_factory=dict)
+    _plans: dict[tuple[object, ...], NativePlan] = field(default_factory=dict)
 
     def show(self, index: int, layer: LayerAttention) -> None:
         """Pass the attention of layer ``index`` to the observers. Its views are the same object in
         all layers that show the same."""
-        for run, rows in self._observed:
+        for run, rows in self.observed:
             assert run.observer is not None
 
             def weights(first: int, last: int, rows: slice = rows) -> Tensor:
@@ -65,7 +68,7 @@ class Observation:
     def _weights(self, layer: LayerAttention, rows: slice, first: int, last: int) -> Tensor:
         """Return the weights of the queries [first, last) of the run with these rows, mean over
         heads."""
-        if self._native and last - first > FEW_QUERIES and _fits(layer):
+        if self.native and last - first > FEW_QUERIES and _fits(layer):
             kernel = native_attention()
             if kernel is not None:
                 asked = slice(rows.start + first, rows.start + last)
@@ -100,7 +103,7 @@ class Observation:
                 window,
                 int(positions[-1]) + 1,
                 device=layer.query.device,
-                native=self._native,
+                native=self.native,
             )
             if len(positions) <= FEW_QUERIES:
                 self._scores[alike] = scores

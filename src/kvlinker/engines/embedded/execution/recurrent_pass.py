@@ -46,7 +46,7 @@ class RecurrentPass:
         if not self._anatomy.recurrences:
             return
         rows = defaultdict[object, list[NewTokens]](list)
-        for run, part in batch.rows():
+        for run, part in batch.rows:
             rows[run.owner].append(NewTokens(run, part, run.start))
         found = {
             owner: course_of(new, batch.visible_kv[owner], self._anatomy)
@@ -279,7 +279,7 @@ class _Layer:
         return together[..., part.entering.shape[-1] :].clone()  # without all that entered
 
     def _keep(self, part: _Part) -> None:
-        """Have what is convolved of the batch's tokens as their output."""
+        """Keep the convolved inputs of the batch's tokens as their output."""
         if part.convolved is None or part.entering is None:
             return
         for index, tokens, place in _new_tokens(part):

@@ -71,8 +71,8 @@ class Runner:
             use_native=native_attention,
         )
         self._chosen = self.kernel
-        """The kernel at first. Whoever puts another in its place listens to it, and steps are the
-        modules' then."""
+        """The kernel at first. A caller that replaces it listens to attention: the modules compute
+        the steps then."""
 
         self._compiled: CompiledStep | None = None
         self._layered: tuple[Batch, LayeredPass] | None = None
@@ -116,17 +116,17 @@ class Runner:
 
     @property
     def most_layered_tokens(self) -> int:
-        """The most tokens of a batch of which ``go_on`` computes layers; 0 if it takes none."""
+        """The largest number of a batch's tokens for ``compute_layers``; 0 if it takes none."""
         return 0 if self._compiled is None else self._compiled.most_layered_rows
 
     def takes_layers(self, batch: Batch) -> bool:
-        """Return whether ``go_on`` takes the batch."""
-        if self._compiled is None or self._is_listened_to:
+        """Return whether ``compute_layers`` takes the batch."""
+        if self._compiled is None or self.kernel is not self._chosen or self.profile is not None:
             return False
         return self._compiled.takes_layers(batch)
 
     @torch.inference_mode()
-    def go_on(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
+    def compute_layers(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
         """Compute some layers, at least one, of a batch for which ``takes_layers`` is true, until
         about ``until``, in seconds of ``time.perf_counter``. Returns the result once all are
         computed, and the seconds that they took; None before. Another batch takes the place of one
@@ -135,7 +135,7 @@ class Runner:
         if self._layered is None or self._layered[0] is not batch:
             self._layered = batch, self._compiled.begin(batch)
         layered = self._layered[1]
-        result = layered.go_on(until)
+        result = layered.compute_layers(until)
         if result is None:
             return None
         self._layered = None
@@ -145,10 +145,6 @@ class Runner:
         """End the pass of a batch that does not go on, if there is one."""
         self._layered = None
 
-    @property
-    def _is_listened_to(self) -> bool:
-        return self.kernel is not self._chosen or self.profile is not None
-
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         """Compute all runs, except those of owners whose chunks lack a layer when it is to be
@@ -157,7 +153,7 @@ class Runner:
         If all owners would leave, ``wait`` is called first.
         """
         quick = self._compiled or self.graphed
-        if quick is not None and not self._is_listened_to:
+        if quick is not None and self.kernel is self._chosen and self.profile is None:
             computed = quick.compute(batch)
             if computed is not None:
                 return computed
@@ -172,8 +168,7 @@ class Runner:
             native=self._native,
         )
         narrows = any(run.refinement is not None for run in batch.runs) or any(
-            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete
-            for _, chunk in batch.shared()
+            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete for _, chunk in batch.shared
         )
         scored = any(run.logprobs is not None for run in batch.runs)
         watching: AbstractContextManager[list[Tensor]] = (
@@ -191,15 +186,15 @@ class Runner:
                     forward.logit_rows,
                 )
         except EmptyStepError:
-            return StepResult({}, forward.left, {})
+            return StepResult({}, forward.late, {})
         for states in (each[forward.remaining_rows] for each in seen):
-            for run, rows in forward.remaining.rows():
+            for run, rows in forward.remaining.rows:
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
         owners = forward.remaining.logit_owners
         logits = logits[: len(owners)].float().cpu()
         found = dict(zip(owners, logits, strict=True))
-        return StepResult(found, forward.left, forward.states())
+        return StepResult(found, forward.late, forward.states())
 
 
 def _room_for_copies(device: torch.device) -> int:

@@ -49,8 +49,7 @@ class SequencePath:
     beginning has all of these chunks or none. None where each chunk's are chosen by itself."""
 
     def up_to(self, last: int) -> SequencePath:
-        """Return the path without the tokens after position ``last``, but for those of its
-        chunk."""
+        """Return the path up to position ``last``, and to the end of the chunk there."""
         chunks = {start: chunk for start, chunk in self.chunks.items() if start <= last}
         end = max([last + 1, *(start + length for start, (_, length) in chunks.items())])
         return replace(self, tokens=self.tokens[:end], chunks=chunks)

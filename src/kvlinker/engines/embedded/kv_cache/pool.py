@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping
+from kvlinker.engines.embedded.model.anatomy import LayerShape, keeping, kept_by
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import KV
 
@@ -96,7 +96,7 @@ class SlotAllocator:
         """Return ``size`` slots with one user: one span from the smallest gap that holds them, or,
         where none does, several from the largest gaps on; None where fewer are free."""
         gaps = self._gaps()
-        if sum(gap.size for gap in gaps) < size:
+        if sum([gap.size for gap in gaps]) < size:
             return None
         fitting = [gap for gap in gaps if gap.size >= size]
         spans = []
@@ -160,6 +160,9 @@ class KVPool:
         self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.slots = slots
+        self.kept_by = kept_by(layers)
+        """For each layer, the index in ``keys`` of the one that it attends to."""
+
         self.dtype = dtype
         self.device = device
         self.keys: list[Tensor] = []

@@ -207,8 +207,9 @@ class PrefixTree:
         self._sweep()
 
     def leave(self, seconds: float) -> None:
-        """Leave to the next process that computes alike what is on disk, or comes there within so
-        many ``seconds``, the last used first. The tree is of no use any more. Raises OSError."""
+        """Leave to the next process that computes alike the KV that is on disk, or is written there
+        within ``seconds``, the last used first. The tree must not be used any more. Raises
+        OSError."""
         spill, deadline, tokens = self._spill, time.monotonic() + seconds, 0
         if spill is None:
             return
@@ -411,8 +412,8 @@ class PrefixTree:
         self._spilled[node] = None
 
     def _write(self, node: PrefixNode) -> bool:
-        """Have the node's KV on disk, if it is worth that, or something after it is there; returns
-        whether it is."""
+        """Write the node's KV to disk, if it is worth that, or something after it is there; return
+        whether it is on disk."""
         if self._spill is None or not len(node.own):
             return bool(node.children)
         if node.stored is not None and self._spill.contains(node.stored.key):

@@ -1,5 +1,5 @@
-"""Decides which of the KV that the pool gives up goes to disk, and copies it out of the pool and
-back into it."""
+"""Decides which of the KV that is evicted from the pool goes to disk, and copies it out of the pool
+and back into it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PoolSpill:
         return self._files.contains(key)
 
     def fits(self, tokens: int) -> bool:
-        """Return whether there is room on disk for the KV of so many tokens, if no other is
+        """Return whether there is room on disk for the KV of ``tokens`` tokens, if no other is
         kept."""
         return tokens * self._token_bytes <= self._files.budget_bytes
 

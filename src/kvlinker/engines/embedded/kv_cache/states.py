@@ -77,8 +77,8 @@ class PrefixStates:
         return self._states.get(node)
 
     def furthest(self, parts: Sequence[Part]) -> tuple[int, list[Part]]:
-        """Return where the last state stands in nodes from the root on, of each of which so many
-        items are meant, and as many of these as end there: 0 and the root without any."""
+        """Return where the last state stands in ``parts``, nodes from the root on with a number of
+        items of each, and the parts that end there: 0 and the root without any."""
         for index, (node, count) in reversed(list(enumerate(parts))):
             state = self.at(node) if count == len(node.items) else None
             if state is not None:

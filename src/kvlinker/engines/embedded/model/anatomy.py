@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 
 from torch import nn
@@ -73,7 +74,7 @@ class LayerShape(AttentionShape):
         return super(LayerShape, self).operations_per_pair
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Anatomy:
     """The structure of a model's layers, as far as the engine uses it."""
 
@@ -93,9 +94,10 @@ class Anatomy:
     """The modules whose own code convolves tokens with those before, applies a rule to a state, or
     attends to latents: native code calls them whole."""
 
-    @property
+    @cached_property
     def window(self) -> int:
-        """The most tokens before it that a token's convolution sees, in layers with a state."""
+        """The largest number of tokens before a token that its convolution sees, in layers with a
+        state."""
         return max((each.window for each in self.recurrences), default=0)
 
     def parts(self, index: int) -> tuple[Recurrence, ...]:
@@ -103,12 +105,12 @@ class Anatomy:
         first, *others = self.recurrences[index:]
         return (first, *takewhile(lambda each: each.goes_on, others))
 
-    @property
+    @cached_property
     def picks(self) -> bool:
         """True if indexers pick the tokens that queries see in some layers."""
         return any(layer.picker is not None for layer in self.layers)
 
-    @property
+    @cached_property
     def only_convolves(self) -> bool:
         """True if only convolutions keep a state."""
         return all(each.rule is None for each in self.recurrences)
@@ -127,4 +129,4 @@ def kept_by(layers: Sequence[LayerShape]) -> tuple[int, ...]:
         index if layer.source is None else layer.source for index, layer in enumerate(layers)
     ]
     own = sorted(set(sources))
-    return tuple(own.index(source) for source in sources)
+    return tuple([own.index(source) for source in sources])

@@ -60,8 +60,8 @@ def said_window(model: Any) -> int | None:
 
 
 def scale_queries_alike(model: Any) -> None:
-    """Have attention leave out a scale of queries that is 1 all over ``context_window``: it goes by
-    a token's place in the pass, where tokens of many requests stand."""
+    """Remove from attention a scale of queries that is 1 all over ``context_window``: it goes by a
+    token's place in the pass, where tokens of many requests stand."""
     for part in model.modules():
         if getattr(part, STEPWISE_SCALING, False):
             setattr(part, STEPWISE_SCALING, False)

@@ -6,8 +6,8 @@ from torch import nn
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder layers: what is listed in it and has attention or a state, but for
-    what is in another of them."""
+    """Return the model's decoder layers: the modules in its lists that have attention or a state,
+    and are in no other of them."""
     found: list[nn.Module] = []
     for part in model.modules():  # a layer comes before its parts
         if isinstance(part, nn.ModuleList) and not any(part in layer.modules() for layer in found):

@@ -98,7 +98,7 @@ def anatomy_of(model: Any) -> Anatomy:
 
 
 def _looked_at(model: Any, tracer: _Tracer) -> int:
-    """Have ``tracer`` watch a forward pass; returns the number of states that the model's own cache
+    """Watch a forward pass by ``tracer``; return the number of states that the model's own cache
     holds after it."""
     device = model.device
     positions = torch.arange(LOOKED_AT, device=device)[None]

@@ -29,7 +29,8 @@ MASK, PLACES, CACHE, TABLES = (
     "past_key_values",
     "position_embeddings",
 )
-"""What indexers call which tokens are seen, where they stand, what is kept, and cos and sin."""
+"""The names of indexers' arguments: the tokens that are seen, their positions, the kept data, and
+cos and sin."""
 
 
 PICKED_BEFORE = "skip_topk"
@@ -38,8 +39,8 @@ PICKED_BEFORE = "skip_topk"
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """What one layer's indexer keeps of each token: ``dim`` values, of which those from ``offset``
-    on are rotated by ``rotary``, if it has one."""
+    """One layer's indexer, by the data that it keeps of each token: ``dim`` values, of which those
+    from ``offset`` on are rotated by ``rotary``, if it has one."""
 
     dim: int
     rotary: Rotary | None = None
@@ -235,8 +236,8 @@ def picking_by(picks: Picks) -> Iterator[None]:
 
 
 class Picking(TorchFunctionMode):
-    """Has what a module computes in this thread for queries at these ``positions``, or for all of a
-    text, pick by ``picks``: replaces top-k, which leaves open what it returns of equal scores.
+    """Replaces top-k by ``picks`` in a module that computes in this thread, for queries at these
+    ``positions`` or for all of a text: top-k leaves open what it returns of equal scores.
 
     Indexers that pick for one query at a time list the tokens that it sees before. It is the last
     of these, so that their number is its position.

@@ -100,8 +100,8 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 def replace(owner: ModuleType | type | nn.Module, name: str, instead: Callable[..., Any]) -> None:
-    """Have ``instead`` compute in the place of the owner's function of this name while an
-    interceptor is active: of that, the function itself, and its arguments. Idempotent."""
+    """Replace the owner's function of this name by ``instead`` while an interceptor is active: it
+    is called with that, the function itself, and its arguments. Idempotent."""
     original = getattr(owner, name)
     if hasattr(original, MARK):
         return

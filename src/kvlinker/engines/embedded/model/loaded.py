@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class RotatedKeys(ResidentForm):
         return self._turned(index, layer, back=False)
 
     def computed(self, index: int, layer: LayerKV) -> LayerKV:
-        """Return the layer without the keys' rotation, but for rounding."""
+        """Return the layer without the keys' rotation, up to rounding."""
         return self._turned(index, layer, back=True)
 
     def _turned(self, index: int, layer: LayerKV, *, back: bool) -> LayerKV:
@@ -91,7 +92,7 @@ class LoadedModel:
         reason = self.program
         return f"by the model's modules: {reason}" if isinstance(reason, str) else "compiled"
 
-    @property
+    @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
         """The attentions, in order."""
         return self.anatomy.layers
@@ -101,32 +102,36 @@ class LoadedModel:
         """The sampling parameters that the model's authors recommend, by name."""
         return sampling_defaults(self.model.generation_config)
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """The size of the vocabulary: token ids are 0 to this, exclusive."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    @property
+    @cached_property
     def resident_form(self) -> RotatedKeys:
         """The form in which chunks are attended to."""
         return RotatedKeys(keeping(self.layers))
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         """The bytes of one token's KV over all layers."""
         return kv_bytes_per_token(self.layers, self.dtype)
 
     def kv_bytes(self, tokens: int) -> int:
         """Count the bytes that all layers keep of a chunk of ``tokens`` tokens."""
-        states = chunk_bytes(self.anatomy, tokens, self.dtype, keeps_inner=self.keeps_inner)
+        states = 0
+        if self.anatomy.recurrences:
+            states = chunk_bytes(self.anatomy, tokens, self.dtype, keeps_inner=self.keeps_inner)
         return tokens * self.kv_bytes_per_token + states
 
     def are_states_of(self, tokens: int, states: Sequence[ChunkState]) -> bool:
         """Return whether ``states`` have the shape of what layers with a state keep of a chunk of
-        so many tokens."""
+        ``tokens`` tokens."""
+        if not self.anatomy.recurrences:
+            return not states
         return shape_like(states, self.anatomy, tokens, keeps_inner=self.keeps_inner)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """The bytes of one sequence's state, in layers that keep one."""
         return sum(each.state_bytes(self.dtype) for each in self.anatomy.recurrences)

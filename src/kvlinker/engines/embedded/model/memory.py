@@ -62,7 +62,7 @@ def _drop_all(weights: Sequence[Tensor], *_: Any) -> None:
 
 
 def _drop(weight: Tensor) -> None:
-    """Drop the pages of a weight in a file, but for those that it shares with its neighbours."""
+    """Drop the pages of a weight in a file that it does not share with its neighbours."""
     begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
     last = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -113,8 +113,8 @@ def _file_at(mapping: str) -> range | None:
 
 
 def return_freed() -> None:
-    """Have GNU's C library return the memory that it keeps for later: the holes between weights
-    that were freed."""
+    """Return the memory that GNU's C library keeps for later: the holes between weights that were
+    freed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

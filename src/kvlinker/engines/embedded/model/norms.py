@@ -77,8 +77,8 @@ class NativeNorm:
 def quicken_norms(model: nn.Module) -> None:
     """Let native code compute the norms of ``model`` of which it is known how, in bf16 on CPUs.
 
-    The modules stay as they are but for ``forward``. The computation of a norm is found by trying:
-    there is no code per family.
+    Only the modules' ``forward`` changes. The computation of a norm is found by trying: there is no
+    code per family.
     """
     for norm in model.modules():
         weights = list(norm.parameters())

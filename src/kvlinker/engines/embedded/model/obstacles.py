@@ -18,8 +18,8 @@ LOOKED_AT = 11
 kept for every token differ from a state by their shape."""
 
 ROUNDING = 1e-3
-"""The relative difference up to which logits count as the same. Tokens that do not see what differs
-have the very same but for rounding."""
+"""The relative difference up to which logits count as the same. Tokens that do not see the
+difference have the very same up to rounding."""
 
 FURTHER = 100
 """The positions by which a text is moved, to see if that changes its logits."""

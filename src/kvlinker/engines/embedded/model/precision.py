@@ -28,7 +28,7 @@ _COMPUTING: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
+    """Compute every module of ``model`` in fp32 for a while, from its weights as they are.
 
     Modules have their weights in fp32 all the time while KEPT_BYTES last, and beyond that small
     ones and convolutions, since others may read them, too. Of the others, linear layers
@@ -83,7 +83,7 @@ def _in_fp32_already(module: nn.Module) -> bool:
 
 
 def _make_decay_anew(module: Any) -> None:
-    """Have lightning attention fade in fp32: in rounded tables, a block of tokens fades otherwise
+    """Make lightning attention fade in fp32: in rounded tables, a block of tokens fades otherwise
     than the same tokens one by one."""
     rate = module.get_slope_rate(module.slope_rate.device)
     names = ("query_decay", "key_decay", "diagonal_decay")

@@ -72,7 +72,7 @@ def _left_latent(
     latent: Tensor,
     key: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Have attention hand on the latent, and the key that all heads share, as they are."""
+    """Pass the latent, and the key that all heads share, to attention as they are."""
     return key, latent
 
 

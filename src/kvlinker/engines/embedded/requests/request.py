@@ -3,7 +3,6 @@ among others."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,9 +21,6 @@ T = TypeVar("T")
 Ending = Callable[[], None]
 """Reports to the caller how the request ended. Called once, after its slots are free."""
 
-CHUNK_DELAY = 10.0
-"""The seconds that chunks for which no answer waits give to answers that arrive later."""
-
 
 class RequestState(Enum):
     """The state of a request between its arrival and its end. Only the scheduler changes it."""
@@ -33,16 +29,16 @@ class RequestState(Enum):
     """The KV of its chunks is not there, or has too few layers to begin."""
 
     READY = "ready"
-    """It waits for slots."""
+    """The request waits for slots."""
 
     RUNNING = "running"
-    """It holds slots, and steps compute it."""
+    """The request holds slots, and steps compute it."""
 
     PREEMPTED = "preempted"
-    """It gave its slots up to others, and starts again when there are slots."""
+    """The request has freed its slots for others, and starts again when there are slots."""
 
     FINISHED = "finished"
-    """It has ended: completed, cancelled or failed."""
+    """The request has ended: completed, cancelled or failed."""
 
 
 class ResultKind(Enum):
@@ -58,12 +54,12 @@ class ResultKind(Enum):
 
 class Request(ABC):
     """One thing to compute, from its arrival to its end. The scheduler alone writes its state,
-    number, urgency and hold, and its predictions for it."""
+    number, urgency and hold, its predictions for it, and its place among others."""
 
     kind: ResultKind
 
     tenant = ""
-    """The tenant whose share of the engine it takes."""
+    """The tenant whose share of the engine it uses."""
 
     workflow: str | None = None
     """The tenant's name for the requests that it belongs to."""
@@ -79,58 +75,53 @@ class Request(ABC):
     """All answers to the same prompt, where there are several."""
 
     identity: object = None
-    """Requests with equal identities are computed once, for all who ask; a request whose identity
+    """Requests with equal identities are computed once, for all callers; a request whose identity
     is None is never shared."""
 
-    def __init__(self) -> None:
-        self.state = RequestState.LOADING
-        self.sequence: TokenSequence | None = None
-        """The tokens to compute; None until the request is loaded."""
+    state = RequestState.LOADING
 
-        self.number: int | None = None
-        """The order of arrival; None before that."""
+    sequence: TokenSequence | None = None
+    """The tokens to compute; None until the request is loaded."""
 
-        self.arrived = 0.0
-        """The time of arrival, in seconds on the scheduler's clock."""
+    hold: Hold | None = None
+    """Keeps the chunks that it uses in memory, from before they are fetched until the request
+    ends."""
 
-        self.began = 0.0
-        """The time at which its workflow began, at the earliest some seconds before it arrived."""
+    urgent = False
+    """True if an answer waits for it."""
 
-        self.backlog = 0.0
-        """The predicted seconds of the prompts of its tenant that come before it."""
+    has_yielded = False
+    """True if it was once preempted for a request that waited for its slots."""
 
-        self.prompt_seconds = 0.0
-        """The predicted seconds of computing its prompt."""
+    number: int | None = None
+    """The order of arrival; None before that."""
 
-        self.seconds_left = 0.0
-        """The predicted seconds of computing the rest of its prompt."""
+    arrived = 0.0
+    """The time of arrival, in seconds on the scheduler's clock."""
 
-        self.gave_way = False
-        """True if it once gave its slots up to a request that waited for them."""
+    began = 0.0
+    """The time at which its workflow began, at the earliest some seconds before it arrived."""
 
-        self.urgent = False
-        """True if an answer waits for it."""
+    backlog = 0.0
+    """The predicted seconds of the prompts of its tenant that come before it."""
 
-        self.hold: Hold | None = None
-        """Keeps the chunks that it uses in memory, from before they are fetched until the request
-        ends."""
+    prompt_seconds = 0.0
+    """The predicted seconds of computing its prompt."""
 
-    @property
-    def deferral(self) -> float:
-        """The seconds for which it lets answers come first that arrive later."""
-        if self.kind in (ResultKind.VARIANT, ResultKind.BACKGROUND):
-            return math.inf
-        return CHUNK_DELAY if self.kind is ResultKind.CHUNK and not self.urgent else 0.0
+    seconds_left = 0.0
+    """The predicted seconds of computing the rest of its prompt."""
 
-    @property
-    def due(self) -> float:
-        """The time, on the scheduler's clock, that orders the requests of one tenant."""
-        return self.arrived + self.deferral + self.prompt_seconds
+    deferral = 0.0
+    """The seconds for which it lets answers go first that arrive later."""
 
-    @property
-    def turn(self) -> float:
-        """The time, on the scheduler's clock, after which no newcomer is admitted before it."""
-        return self.due + self.backlog
+    due = 0.0
+    """The time, on the scheduler's clock, that orders the requests of one tenant."""
+
+    turn = 0.0
+    """The time, on the scheduler's clock, after which no newcomer is admitted before it."""
+
+    order: tuple[float, ...] = ()
+    """Its place among waiting requests of its kind: the smallest comes first."""
 
     @property
     def waits(self) -> bool:
@@ -145,14 +136,6 @@ class Request(ABC):
         """The positions [begin, end) of its prompt that are left to compute, as far as they are
         known."""
         return () if self.sequence is None else self.sequence.pending
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Its place among waiting requests of its kind: the smallest comes first."""
-        assert self.number is not None
-        if self.kind is ResultKind.VARIANT:
-            return (-self.number,)  # the last ones are the likeliest to be requested again
-        return (not self.urgent, self.turn, self.number, self.choice)
 
     def mark_started(self) -> None:  # noqa: B027
         """Note that a step with the request's tokens begins."""
@@ -190,7 +173,6 @@ class FutureRequest(Request, Generic[T]):
     """The message of the future's error if the request was cancelled."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.future: Future[T] = Future()
         # callers cannot cancel it under the engine's hands
         self.future.set_running_or_notify_cancel()

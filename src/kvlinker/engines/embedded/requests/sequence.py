@@ -47,7 +47,7 @@ class TokenSequence:
         runs: Sequence[Range],
         *,
         shared: Sequence[SharedChunk] = (),
-        path: SequencePath | None = None,
+        path: Callable[[], SequencePath] | None = None,
         reused: ReusedPrefix | None = None,
         restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
@@ -60,9 +60,9 @@ class TokenSequence:
         marks: Sequence[int] = (),
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see
-        ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool, but for
-        ``reused.stored``: that is ``restored`` from disk, None where it was lost. ``path`` names
-        what the KV depends on, for a sequence whose KV may be reused later.
+        ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool. That of
+        ``reused.stored`` is ``restored`` from disk, None where it was lost. ``path`` makes the path
+        that the KV depends on, for a sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence
         gives no logits. ``answer`` collects the KV of generated tokens. With ``probe``, the runs
@@ -87,7 +87,7 @@ class TokenSequence:
         slots."""
 
         self.state: SequenceState | None = None
-        """What its tokens so far amount to in layers that keep a state; None before a step has
+        """The state after its tokens so far, in layers that keep one; None before a step has
         computed some, and without such layers."""
 
         self.marked: dict[int, SequenceState] = {}
@@ -97,7 +97,8 @@ class TokenSequence:
         self._reused_state: SequenceState | None = None
         self._prompt_state: SequenceState | None = None
         self._is_shared = False
-        self.path = path
+        self._make_path = path
+        self._path: SequencePath | None = None
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
@@ -119,15 +120,17 @@ class TokenSequence:
         self._compute(runs)
 
     def _compute(self, runs: Sequence[Range]) -> None:
-        """Have these runs of the prompt computed: their tokens are the sequence's own."""
+        """Set the runs of the prompt to compute: their tokens are the sequence's own."""
         self._prompt_runs = tuple(runs)
         reused = NONE if self.reused is None else self.reused.own
-        prompt = [reused, *(np.arange(begin, end) for begin, end in runs)]
+        prompt = [reused, *[np.arange(begin, end) for begin, end in runs]]
         self.own_in_prompt = sum(map(len, prompt))
         """The number of the prompt's tokens that are the sequence's own."""
 
         self._own = np.concatenate([*prompt, np.arange(self.prompt_length, len(self._tokens))])
-        self._pending = self._missing(len(reused))
+        self.pending = self._missing(len(reused))
+        """The positions [begin, end) that are left to compute, ascending."""
+
         self._own_tokens: OwnTokens | None = None
 
     def _missing(self, count: int) -> list[Range]:
@@ -135,7 +138,7 @@ class TokenSequence:
         one of generated tokens follows those of the prompt."""
         prompt = self._own[count : self.own_in_prompt]
         generated = self._own[max(count, self.own_in_prompt) : self.own_length]
-        return [*ranges_of(prompt), *ranges_of(generated)]
+        return ranges_of(prompt) + (ranges_of(generated) if len(generated) else [])
 
     @property
     def own_length(self) -> int:
@@ -151,7 +154,7 @@ class TokenSequence:
     @property
     def computed_length(self) -> int:
         """The number of its own tokens whose KV is there."""
-        return self._own_before(self._pending[0][0]) if self._pending else self.own_length
+        return self._own_before(self.pending[0][0]) if self.pending else self.own_length
 
     @property
     def left_of_prompt(self) -> NDArray[np.int64]:
@@ -174,11 +177,6 @@ class TokenSequence:
         return self._tokens[: self.length]
 
     @property
-    def pending(self) -> Sequence[Range]:
-        """The positions [begin, end) that are left to compute, ascending."""
-        return tuple(self._pending)
-
-    @property
     def indivisible(self) -> bool:
         """True if all that is left of the prompt is taken at once: a policy that refines has to see
         it whole."""
@@ -187,21 +185,27 @@ class TokenSequence:
     @property
     def computed(self) -> bool:
         """True if nothing is left to compute until a token is appended."""
-        return not self._pending
+        return not self.pending
 
     @property
     def decoding(self) -> bool:
         """True if only the token that was generated last is left to compute."""
-        return (
-            self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
-        )
+        return self.pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
+
+    @property
+    def path(self) -> SequencePath | None:
+        """The path that the KV depends on, made when first asked for; None for a sequence whose KV
+        is not reused later."""
+        if self._path is None and self._make_path is not None:
+            self._path = self._make_path()
+        return self._path
 
     @property
     def path_so_far(self) -> SequencePath:
         """The path of what is computed, of which a first pass computes nothing behind a chunk."""
         assert self.path is not None
         if not self.prompt_in_place:
-            end = self._pending[0][0] if self._pending else self.prompt_length
+            end = self.pending[0][0] if self.pending else self.prompt_length
             if self.probe is not None:
                 end = min([end, *self.path.chunks])
             return self.path.computed_to(end)
@@ -209,7 +213,7 @@ class TokenSequence:
             return self.path
         return replace(
             self.path,
-            tokens=self._tokens[: self._pending[0][0] if self._pending else self.length].copy(),
+            tokens=self._tokens[: self.pending[0][0] if self.pending else self.length].copy(),
         )
 
     @property
@@ -217,7 +221,7 @@ class TokenSequence:
         """True if the slots hold the KV of the whole prompt as it was linked."""
         if self.spans is None or not self._begun or self.probe is not None:
             return False
-        return not self._pending or self._pending[0][0] >= self.prompt_length
+        return not self.pending or self.pending[0][0] >= self.prompt_length
 
     @property
     def arriving(self) -> tuple[ArrivingKV, ...]:
@@ -234,17 +238,17 @@ class TokenSequence:
         self,
         runs: Sequence[Range],
         refine: Callable[[], Refining] | None,
-        path: SequencePath | None = None,
+        path: Callable[[], SequencePath] | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
         keeps_state = self.state is not None
         self.probe, self.state = None, self._reused_state
-        self.path = path
+        self._make_path, self._path = path, None
         self._begun = refine is None
         self._refine = refine
         self._compute(runs)
         if keeps_state and self.state is None:
-            self._pending = self._missing(0)
+            self.pending = self._missing(0)
 
     def begin_again(self, tokens: NDArray[np.int64], capture: Callable[[], Capture]) -> None:
         """Compute these tokens instead, no more than before, for another ``capture``: what was
@@ -258,7 +262,7 @@ class TokenSequence:
     def append(self, token: int) -> None:
         """Append a generated token, which is computed next."""
         self._tokens[self.length] = token
-        self._pending.append((self.length, self.length + 1))
+        self.pending.append((self.length, self.length + 1))
         self.length += 1
 
     def fork(self) -> TokenSequence:
@@ -270,13 +274,13 @@ class TokenSequence:
             self.tokens[: self.prompt_length],
             self._prompt_runs,
             shared=self._shared,
-            path=self.path,
+            path=self._make_path,
             reused=self.reused,
             most_tokens=len(self._tokens),
             refine=self._refine,
         )
         forked.refinement, forked.missed = self.refinement, self.missed
-        forked._is_shared = self._is_shared
+        forked._is_shared, forked._path = self._is_shared, self._path
         return forked
 
     def reach(self, states: Sequence[SequenceState]) -> None:
@@ -292,12 +296,12 @@ class TokenSequence:
         """Mark the prompt as computed: its slots are the ``other`` sequence's too, or were."""
         self._begun = True
         self.state = self._prompt_state = other._prompt_state
-        self._pending = self._missing(self.own_in_prompt)
+        self.pending = self._missing(self.own_in_prompt)
 
     def adopt(self, count: int, state: SequenceState | None) -> None:
         """Mark the first ``count`` of its own tokens, reused ones, as computed, to ``state``."""
         self.state = self._reused_state = state
-        self._pending = self._missing(count)
+        self.pending = self._missing(count)
         if self.length == self.prompt_length:  # else its prompt had been computed before
             self.missed = max(self.missed, self.reused_own - count)
 
@@ -308,7 +312,7 @@ class TokenSequence:
         self.marked.clear()
         self.kept = 0
         self._own_tokens = None
-        self._pending = self._missing(0)
+        self.pending = self._missing(0)
 
     def take(self, budget: int) -> tuple[list[Run], VisibleKV]:
         """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark
@@ -317,7 +321,7 @@ class TokenSequence:
         A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since
         what it keeps depends on all of its tokens and on no others.
         """
-        runs, visible, self._pending = self._next(budget)
+        runs, visible, self.pending = self._next(budget)
         return runs, visible
 
     def peek(self, budget: int) -> tuple[list[Run], VisibleKV]:
@@ -338,7 +342,7 @@ class TokenSequence:
                 self.refinement = refining.refinement
                 budget = self.prompt_length
         taken: list[Range] = []
-        left = list(self._pending)
+        left = list(self.pending)
         while left and budget > 0:
             begin, end = left[0]
             if begin >= self.prompt_length and (refining or self._ends_prompt(taken)):

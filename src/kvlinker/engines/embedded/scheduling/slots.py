@@ -72,7 +72,7 @@ class SequenceSlots:
             assert linked.spans is not None
             computed = tuple(cut(linked.spans, 0, linked.own_in_prompt))
             self._allocator.share(computed)
-        elif sequence.path is not None and sequence.reused is not None:
+        elif sequence.reused is not None and sequence.path is not None:
             computed, state = self.prefixes.acquire(sequence.path, sequence.reused)
         else:
             computed = ()
@@ -152,7 +152,7 @@ class SequenceSlots:
     def keep_beginning(self, sequence: TokenSequence) -> None:
         """Keep the KV of a prompt that goes on to be computed, once there are ``KEPT_TOKENS`` more:
         its caller may leave, and ask again before the step ends in which that is noticed."""
-        wanted = sequence.path is not None and sequence.probe is None and sequence.state is None
+        wanted = self._keeps and sequence.probe is None and sequence.state is None
         if wanted and sequence.computed_length - sequence.kept >= KEPT_TOKENS:
             self.keep(sequence)
 
@@ -198,7 +198,7 @@ class SequenceSlots:
         return count
 
     def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
-        """Return so many slots, which prefixes are given up for; None, and none is given up, if
+        """Return ``size`` slots, for which prefixes are evicted; None, and none is evicted, if
         sequences hold too many."""
         if self._allocator.free < size:
             if self._allocator.free_without(self.prefixes.spans) < size:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -24,21 +24,9 @@ from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.speeds import Speeds
 
-
-def processor() -> str:
-    """Return the processor's name, as the system gives it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(
-                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 _WEIGHT = 0.1
 """The weight of a new measurement of ``_USUAL_TOKENS`` or more against all earlier ones; shorter
-ones weigh less in proportion."""
+ones weigh less in proportion. Chosen by hand, as are the weights and shares below."""
 
 _STIFFNESS = 0.01
 """The weight of keeping a and b, against fitting the measurements."""
@@ -48,27 +36,32 @@ _LEAST_SHARE = 0.01
 not grow."""
 
 _USUAL_TOKENS = 512
+"""The tokens of a step of prompts alone whose measurement has the full weight."""
+
 _LEAST_TOKENS = 8
-"""Prompts alone in a step teach nothing if they have fewer tokens than this: they mostly wait for
+"""The fewest tokens of a step of prompts alone that is measured: a shorter one mostly waits for
 memory."""
 
 _LEAST_CONSTANT = 0.1
 """The smallest constant, as a share of a step that only decodes."""
 
 _RECENT_STEPS = 5
-"""The last steps that only decode, whose median is c: one that was disturbed says nothing."""
+"""The number of the last steps that only decode, whose median is c: a disturbed one is left out."""
 
 _MIXED_WEIGHT = 0.2
 """The weight of a new measurement of prompts beside decoding against all earlier ones."""
 
-_MOST_STRAIN = 2.0
-"""The most by which prompts beside decoding may deviate from their prediction in one step; larger
-deviations are disturbances."""
+_STRAIN_LIMIT = 2.0
+"""The largest factor by which prompts beside decoding may deviate from their prediction in one
+step; larger deviations are disturbances."""
 
 _READ_PAIRS = 4.0
 """The time of reading a token's KV, in pairs, until it is measured."""
 
 Vector = NDArray[np.float64]
+
+Amounts = tuple[float, float]
+"""Numbers of tokens and of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +76,10 @@ class TokenCost:
 
     def of(self, ranges: Sequence[Range]) -> float:
         """Return the cost of these positions [begin, end)."""
-        cost = self.per_read * _read(ranges)
-        for begin, end in ranges:
-            cost += self.per_token * (end - begin) + self.per_pair * _pairs(begin, end)
-        return cost
+        if not ranges:
+            return 0.0
+        tokens, pairs = _amounts(ranges)
+        return self.per_read * ranges[0][0] + self.per_token * tokens + self.per_pair * pairs
 
     def of_first(self, tokens: int, ranges: Sequence[Range]) -> float:
         """Return the cost of the first ``tokens`` of these positions."""
@@ -100,10 +93,11 @@ class TokenCost:
 
     def affordable(self, ranges: Sequence[Range], budget: float) -> int:
         """Return how many of these positions, from the first on, cost at most ``budget``."""
-        budget -= self.per_read * _read(ranges)
+        budget -= self.per_read * (ranges[0][0] if ranges else 0)
         count = 0
         for begin, end in ranges:
-            cost = self.per_token * (end - begin) + self.per_pair * _pairs(begin, end)
+            pairs = (end - begin) * (begin + end + 1) / 2
+            cost = self.per_token * (end - begin) + self.per_pair * pairs
             if cost > budget:
                 return count + min(self._first(begin, budget), end - begin)
             budget -= cost
@@ -153,6 +147,29 @@ class ComputeThroughput:
         self._squares: Vector = np.zeros((2, 2))
         self._sums: Vector = np.zeros(2)
         self._constants: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.weights_seconds: float | None = None
+        """The seconds of reading the weights once, c; None if it was not measured."""
+
+        self.cost_beside_decoding: TokenCost | None = None
+        """The seconds that prompts add to a step in which requests decode; None with nothing
+        measured."""
+
+        self._known: tuple[float, float] | None = None  # a and b
+        self._beside_costs = 1.0, 0.0  # the multiple of a and b, and the seconds of reading KV
+        self._update()
+
+    def _update(self) -> None:
+        """Derive the terms of predictions from what was measured."""
+        decode, known = self._speeds.of(self._decode), self._speeds.of(self._prefill)
+        beside = self._speeds.of(self._beside)
+        if decode is not None and len(decode) == 1:
+            self.weights_seconds = decode[0]
+        if known is not None and len(known) == 2:
+            a, b = self._known = known[0], known[1]
+            if beside is None or len(beside) != 2:
+                beside = 1.0, _READ_PAIRS * b
+            multiple, per_read = self._beside_costs = beside[0], beside[1]
+            self.cost_beside_decoding = TokenCost(multiple * a, multiple * b, per_read)
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Note that a step computed ``batch`` in ``seconds``. Steps with prompts whose policies
@@ -162,13 +179,14 @@ class ComputeThroughput:
         decoded, prompts = _parts(batch)
         if not prompts:
             self._note_decoding(decoded, seconds)
-        elif _telling(batch, prompts):
-            amounts = sum(map(_amounts, prompts.values()), start=np.zeros(2))
+        elif _is_measurable(batch, prompts):
+            amounts = _amounts(list(chain(*prompts.values())))
             if decoded:
-                self._note_mixed(decoded, amounts, sum(map(_read, prompts.values())), seconds)
+                read = sum(ranges[0][0] for ranges in prompts.values())
+                self._note_mixed(decoded, amounts, read, seconds)
             elif amounts[0] >= _LEAST_TOKENS:
                 constant = min(self.weights_seconds or 0.0, (1 - _LEAST_CONSTANT) * seconds)
-                self._follow(amounts, seconds - constant)
+                self._note_prompts(np.array(amounts), seconds - constant)
 
     def note_piece(self, batch: Batch, seconds: float) -> None:
         """Note that all layers of a piece of a prompt took ``seconds``, in steps with requests that
@@ -177,23 +195,15 @@ class ComputeThroughput:
         ranges = [(run.start, run.end) for run in batch.runs]
         constant = self.weights_seconds
         if constant is not None and seconds > constant:
-            self._note_beside(_amounts(ranges), _read(ranges), seconds - constant, constant)
-
-    @property
-    def weights_seconds(self) -> float | None:
-        """The seconds of reading the weights once, c; None if it was not measured."""
-        values = self._speeds.of(self._decode)
-        return values[0] if values is not None and len(values) == 1 else None
+            self._note_beside(_amounts(ranges), ranges[0][0], seconds - constant, constant)
 
     def seconds(self, ranges: Sequence[Range]) -> float | None:
         """Predict the seconds of computing these positions [begin, end) of a prompt in one step;
         None with nothing measured."""
-        known = self._known()
-        return (
-            None
-            if known is None
-            else float((self.weights_seconds or 0.0) + known @ _amounts(ranges))
-        )
+        if self._known is None:
+            return None
+        (a, b), (tokens, pairs) = self._known, _amounts(ranges)
+        return (self.weights_seconds or 0.0) + a * tokens + b * pairs
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Predict T_prefill(``tokens``), in seconds; None if nothing was measured."""
@@ -202,19 +212,9 @@ class ComputeThroughput:
     def decode_seconds(self, positions: Sequence[Range]) -> float | None:
         """Predict the seconds of a step that computes the last tokens of requests that decode, at
         these positions, and nothing else; None if no such step was measured."""
-        constant, known = self.weights_seconds, self._known()
-        if constant is None:
-            return None
-        return float(constant + (0.0 if known is None else known @ _amounts(positions)))
-
-    def cost_beside_decoding(self) -> TokenCost | None:
-        """Return the seconds that prompts add to a step in which requests decode; None with nothing
-        measured."""
-        known = self._known()
-        if known is None:
-            return None
-        multiple, per_read = self._piece_costs(known)
-        return TokenCost(float(multiple * known[0]), float(multiple * known[1]), float(per_read))
+        if self.weights_seconds is None or self._known is None:
+            return self.weights_seconds
+        return self.seconds(positions)
 
     def urgency(
         self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False
@@ -227,72 +227,74 @@ class ComputeThroughput:
             return Urgency(shares_processors=self.on_host, alone=alone)
         return Urgency(compute, prefill, self.on_host, decided, alone)
 
-    def _known(self) -> Vector | None:
-        """Return a and b; None if they were not measured."""
-        values = self._speeds.of(self._prefill)
-        return np.array(values) if values is not None and len(values) == 2 else None
-
-    def _piece_costs(self, known: Vector) -> Vector:
-        """Return how many times as long tokens and pairs take in pieces beside decoding, and the
-        seconds of reading a token's KV."""
-        values = self._speeds.of(self._beside)
-        return np.array(
-            values if values is not None and len(values) == 2 else (1.0, _READ_PAIRS * known[1])
-        )
+    def _note(self, name: str, values: Sequence[float]) -> None:
+        self._speeds.note(name, values)
+        self._update()
 
     def _note_decoding(self, decoded: Sequence[Range], seconds: float) -> None:
         """Update c by a step that only decodes."""
-        known, constant = self._known(), self.weights_seconds
-        rest = 0.0 if known is None else float(known @ _amounts(decoded))
+        constant, rest = self.weights_seconds, 0.0
+        if self._known is not None:
+            (a, b), (tokens, pairs) = self._known, _amounts(decoded)
+            rest = a * tokens + b * pairs
         if constant is not None and not self._constants:
-            self._constants.append(constant)  # what another process measured
+            self._constants.append(constant)  # measured by another process
         self._constants.append(max(seconds - rest, _LEAST_CONSTANT * seconds))
-        self._speeds.note(self._decode, [statistics.median(self._constants)])
+        self._note(self._decode, [statistics.median(self._constants)])
 
     def _note_mixed(
-        self, decoded: Sequence[Range], prompts: Vector, read: int, seconds: float
+        self, decoded: Sequence[Range], prompts: Amounts, read: int, seconds: float
     ) -> None:
-        """Update the cost of pieces of prompts by a step that also decodes; the less of them, the
-        less it says."""
+        """Update the cost of pieces of prompts by a step that also decodes; the shorter the pieces,
+        the smaller the weight."""
         alone = self.decode_seconds(decoded)
         if alone is not None:
             self._note_beside(prompts, read, seconds - alone, alone)
 
-    def _note_beside(self, prompts: Vector, read: int, seconds: float, alone: float) -> None:
+    def _note_beside(self, prompts: Amounts, read: int, seconds: float, alone: float) -> None:
         """Update the cost of pieces of prompts by the ``seconds`` that some took; the shorter that
-        is than a step that is ``alone``, the less it says."""
-        known = self._known()
-        if known is None:
+        is than a step that is ``alone``, the smaller the weight."""
+        if self._known is None:
             return
-        costs = self._piece_costs(known)
-        parts = costs * np.array([known @ prompts, read])
+        (a, b), (tokens, pairs) = self._known, prompts
+        costs = np.array(self._beside_costs)
+        parts = costs * np.array([a * tokens + b * pairs, read])
         expected = parts.sum()
-        ratio = min(max(seconds / expected, 1 / _MOST_STRAIN), _MOST_STRAIN)
+        ratio = min(max(seconds / expected, 1 / _STRAIN_LIMIT), _STRAIN_LIMIT)
         weight = _MIXED_WEIGHT * min(1.0, expected / alone)
-        changed = costs * ratio ** (
-            weight * parts / expected
-        )  # each as far as it has a part in the error
-        self._speeds.note(self._beside, changed.tolist())
+        # each changes as far as it has a part in the error
+        changed = costs * ratio ** (weight * parts / expected)
+        self._note(self._beside, changed.tolist())
 
-    def _follow(self, amounts: Vector, seconds: float) -> None:
+    def _note_prompts(self, amounts: Vector, seconds: float) -> None:
         """Update a and b by least squares of relative errors over the last steps, older ones
         fading, and of the change of a and b, so that they stay if similar steps cannot distinguish
         them."""
         weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
         step = amounts / seconds
         with self._lock:
-            known = self._known()
             by_arithmetic = self._shape / (self._shape @ step)
-            known = (
-                by_arithmetic if known is None else np.maximum(known, _LEAST_SHARE * by_arithmetic)
-            )
+            known = by_arithmetic
+            if self._known is not None:
+                known = np.maximum(self._known, _LEAST_SHARE * by_arithmetic)
             self._squares += weight * (np.outer(step, step) - self._squares)
             self._sums += weight * (step - self._sums)
             squares, sums = known[:, None] * self._squares * known, known * self._sums
             change = np.linalg.lstsq(
                 squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS, rcond=None
             )[0]
-            self._speeds.note(self._prefill, (known * change.clip(0.5, 2)).tolist())
+            self._note(self._prefill, (known * change.clip(0.5, 2)).tolist())
+
+
+def processor() -> str:
+    """Return the processor's name, as the system gives it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def throughput_name(loaded: LoadedModel) -> str:
@@ -323,27 +325,24 @@ def _parts(batch: Batch) -> tuple[list[Range], dict[object, list[Range]]]:
     return decoded, prompts
 
 
-def _telling(batch: Batch, prompts: Mapping[object, Sequence[Range]]) -> bool:
+def _is_measurable(batch: Batch, prompts: Mapping[object, Sequence[Range]]) -> bool:
     """Return whether a step's duration says how long its ``prompts`` take."""
     narrowed = any(run.refinement is not None for run in batch.runs)
     streamed = any(
-        isinstance(chunk.kv, ArrivingKV) for owner, chunk in batch.shared() if owner in prompts
+        isinstance(chunk.kv, ArrivingKV) for owner, chunk in batch.shared if owner in prompts
     )
     return not narrowed and not streamed
 
 
-def _read(ranges: Sequence[Range]) -> int:
-    """Count the tokens before a piece of a prompt."""
-    return ranges[0][0] if ranges else 0
-
-
-def _amounts(ranges: Sequence[Range]) -> Vector:
+def _amounts(ranges: Sequence[Range]) -> Amounts:
     """Count the tokens and pairs of these positions."""
-    tokens = sum(end - begin for begin, end in ranges)
-    pairs = sum(_pairs(begin, end) for begin, end in ranges)
-    return np.array([tokens, pairs], dtype=np.float64)
+    tokens, pairs = 0.0, 0.0
+    for begin, end in ranges:
+        tokens += end - begin
+        pairs += (end - begin) * (begin + end + 1) / 2
+    return tokens, pairs
 
 
-def _pairs(begin: int, end: int) -> float:
-    """Count the pairs of these positions [begin, end)."""
-    return (end - begin) * (begin + end + 1) / 2
+def count_tokens(ranges: Sequence[Range]) -> int:
+    """Count the tokens at these positions."""
+    return sum([end - begin for begin, end in ranges])

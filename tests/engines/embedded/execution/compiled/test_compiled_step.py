@@ -13,14 +13,17 @@ from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.execution.batch import Batch
-from kvlinker.engines.embedded.execution.compiled.bound_program import BoundModule, BoundProgram
+from kvlinker.engines.embedded.execution.compiled.bound_program import (
+    BoundModule,
+    BoundProgram,
+    NativeStep,
+)
 from kvlinker.engines.embedded.execution.compiled.compiled_step import (
     FEWEST_ROWS,
     MOST_ROWS,
     CompiledStep,
     step_function,
 )
-from kvlinker.engines.embedded.execution.compiled.step_structures import NativeStep
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
@@ -210,7 +213,10 @@ def test_observers_see_the_attention_of_modules(family):
     probes, logits = [], []
     for compiled in (True, False):
         runs = tuple(
-            replace(run, observer=QuestionProbe(len(loaded.layers), len(run.tokens)))
+            replace(
+                run,
+                observer=QuestionProbe(np.zeros((len(loaded.layers), len(run.tokens)), np.float32)),
+            )
             if run.owner != 1
             else run
             for run in plain.runs

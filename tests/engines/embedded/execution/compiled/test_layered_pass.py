@@ -26,7 +26,7 @@ from kvlinker.engines.embedded.model.recording.program import (
     RecordedAttention,
 )
 from kvlinker.engines.embedded.model_loading import prepare_model
-from kvlinker.engines.embedded.scheduling.layered_pieces import LayeredPieces
+from kvlinker.engines.embedded.scheduling.composition import LayeredPieces
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.engines.embedded.conftest import linked_prompt
 from tests.engines.embedded.execution.batches import prompt_batch, runner_of
@@ -75,7 +75,7 @@ def test_what_is_computed_in_parts_is_the_whole_to_the_bit(family):
     parts, done, sizes = 0, None, [3, 100, 1, 40]
     while done is None:
         runner.step(later(prompt_batch(sizes[parts % len(sizes)]), 1000))
-        done = runner.go_on(batch, until=0.0)
+        done = runner.compute_layers(batch, until=0.0)
         parts += 1
     assert parts == len(loaded.layers) + 1
     result, seconds = done
@@ -100,11 +100,11 @@ def test_another_batch_takes_the_place_of_one_that_is_not_done(llama):
     runner, batch = filled(runner_of(llama)), prompt_batch(30)
     expected = filled(runner_of(llama)).step(batch).logits[0]
     larger = prompt_batch(MOST_ROWS)
-    assert runner.go_on(larger, until=0.0) is None
+    assert runner.compute_layers(larger, until=0.0) is None
     for _ in range(2):
-        assert runner.go_on(batch, until=0.0) is None
+        assert runner.compute_layers(batch, until=0.0) is None
         runner.drop_layers()
-    result, _ = runner.go_on(batch, until=float("inf"))
+    result, _ = runner.compute_layers(batch, until=float("inf"))
     assert torch.equal(result.logits[0], expected)
 
 
@@ -113,7 +113,7 @@ def test_who_asks_for_states_or_is_watched_is_computed_whole(llama):
     batch = prompt_batch(9)
     assert runner.takes_layers(batch)
     assert runner.most_layered_tokens == MOST_ROWS
-    probe = QuestionProbe(len(llama.layers), 9)
+    probe = QuestionProbe(np.zeros((len(llama.layers), 9), np.float32))
     for changes in ({"observer": probe}, {"capture": object()}, {"logprobs": object()}):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
         assert not runner.takes_layers(watched)
@@ -150,7 +150,7 @@ def test_parts_go_on_while_half_of_the_next_one_should_be_done_in_time(until, pa
     result = None
     while result is None:
         before = len(computed)
-        result = layered.go_on(until if not found or until == 0.0 else 1e9)
+        result = layered.compute_layers(until if not found or until == 0.0 else 1e9)
         found.append(len(computed) - before)
     assert found == parts
     assert result is done

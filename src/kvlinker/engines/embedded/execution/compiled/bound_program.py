@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines import native
-from kvlinker.engines.embedded.attention.native_call import Heads, NativeCall, Write, heads
-from kvlinker.engines.embedded.execution.compiled.step_structures import (
-    NativeStep,
-    StepAttention,
-    StepOperand,
-    StepOperation,
+from kvlinker.engines.embedded.attention.native_call import (
+    Heads,
+    NativeCall,
+    Rotation,
+    Write,
+    heads,
 )
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
-from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
+from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.embedded.model.norms import NormForm
 from kvlinker.engines.embedded.model.recording.program import (
     Calculation,
@@ -33,6 +33,91 @@ from kvlinker.engines.embedded.model.recording.program import (
 from kvlinker.engines.embedded.model.rotary import Rotary
 from kvlinker.engines.embedded.model.weights.native_products import Form, products_of
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
+
+
+class StepOperand(ctypes.Structure):
+    """Numbers of each token: ``Operand`` of step.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("token", ctypes.c_int64),
+        ("outer", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("wide", ctypes.c_int64),
+    )
+
+
+class StepOperation(ctypes.Structure):
+    """``Operation`` of step.cpp."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("behind_gather", ctypes.c_int64),
+        ("outer", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("one", StepOperand),
+        ("other", StepOperand),
+        ("output", StepOperand),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("rounds_first", ctypes.c_int64),
+        ("by_tokens", ctypes.c_int64),
+        ("function", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("argument_rows", ctypes.c_void_p),
+        ("argument_threads", ctypes.c_void_p),
+        ("layer", ctypes.c_int64),
+    )
+
+
+class StepAttention(ctypes.Structure):
+    """One layer's attention: ``Attention`` of step.cpp."""
+
+    _fields_ = (
+        ("write", Write),
+        ("call", NativeCall),
+        ("writes", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
+    )
+
+
+class StepSight(ctypes.Structure):
+    """The views of all queries in some layers: ``Sight`` of step.cpp."""
+
+    _fields_ = (
+        ("views", ctypes.c_void_p),
+        ("visits", ctypes.c_void_p),
+        ("members", ctypes.c_void_p),
+        ("bundles", ctypes.c_void_p),
+        ("bundle_count", ctypes.c_int64),
+    )
+
+
+class NativeStep(ctypes.Structure):
+    """One step, or a part of its operations: ``Step`` of step.cpp."""
+
+    _fields_ = (
+        ("operations", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("layers", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+        ("attend", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("wanted", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("wanted_rows", ctypes.c_void_p),
+        ("rotations", ctypes.POINTER(Rotation)),
+        ("segments", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int64),
+        ("sights", ctypes.POINTER(StepSight)),
+        ("sight_of", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -51,7 +136,7 @@ class BoundProgram:
         self.rows = rows
         self._program = program
         self._shapes = layers
-        self._kept_by = kept_by(layers)
+        self._kept_by = pool.kept_by
         self._rotaries = rotaries
         self._pool = pool
         self._memory = [
@@ -73,18 +158,12 @@ class BoundProgram:
                 self.layers[operation.layer] = self._attention(operation)
 
     def logits(self, rows: int) -> Tensor:
-        """Return the logits of so many rows, in fp32: [rows, vocabulary]."""
+        """Return the logits of the first ``rows`` rows, in fp32: [rows, vocabulary]."""
         place = self._program.logits
         assert isinstance(place.memory, int), place
         dtype = torch.float32 if place.wide else torch.bfloat16
         memory = self._memory[place.memory].view(dtype)[: rows * place.row]
         return memory.view(rows, place.row).to(torch.float32, copy=True)
-
-    def part(self, step: NativeStep, begin: int, end: int) -> NativeStep:
-        """Return the step, set to compute the operations [begin, end) only."""
-        step.operations = ctypes.addressof(self.operations[begin]) if begin < end else None
-        step.count = end - begin
-        return step
 
     def query(self, attention: RecordedAttention) -> Tensor:
         """Return the queries of all rows, which lie there until the next operation: [heads, rows,
@@ -130,8 +209,8 @@ class BoundProgram:
             argument_threads=begin + CallRows.threads.offset,
         )
 
-    def raise_what_failed(self) -> None:
-        """Raise what a module raised in the operations before, if one did."""
+    def raise_error(self) -> None:
+        """Raise the first error of a module in the operations before, if there is one."""
         if self._failed:
             error, *_ = self._failed
             self._failed.clear()

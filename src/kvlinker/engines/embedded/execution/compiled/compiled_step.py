@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.native_call import Rotation
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
-from kvlinker.engines.embedded.execution.batch import Batch, StepResult
-from kvlinker.engines.embedded.execution.compiled.bound_program import BoundProgram, address_of
-from kvlinker.engines.embedded.execution.compiled.step_structures import NativeStep, StepSight
+from kvlinker.engines.embedded.execution.batch import Batch, BatchSegments, SegmentTable, StepResult
+from kvlinker.engines.embedded.execution.compiled.bound_program import (
+    BoundProgram,
+    NativeStep,
+    StepSight,
+    address_of,
+)
 from kvlinker.engines.embedded.execution.forward_pass import ForwardPass
 from kvlinker.engines.embedded.execution.late_layers import never_wait
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
 from kvlinker.engines.embedded.execution.observing import LayerAttention, Observation
-from kvlinker.engines.embedded.execution.segments import BatchSegments, SegmentTable
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import Anatomy
 from kvlinker.engines.embedded.model.interception import intercepted
@@ -68,7 +71,7 @@ class _Workspace:
         self.bound = bind(FEWEST_ROWS)
 
     def make_room(self, rows: int) -> BoundProgram:
-        """Return memory for at least so many tokens."""
+        """Return memory for at least ``rows`` tokens."""
         if rows > self.bound.rows:
             self.bound = self._bind(1 << (rows - 1).bit_length())
         return self.bound
@@ -88,7 +91,7 @@ class CompiledStep:
         *,
         compute: native.Function | None = None,
     ) -> None:
-        """``compute`` takes each ``NativeStep``, in place of step.cpp: for who measures the
+        """``compute`` takes each ``NativeStep``, in place of step.cpp: for measurements of the
         rest."""
         self._program = program
         self._anatomy = anatomy
@@ -97,6 +100,7 @@ class CompiledStep:
         self.kernel = kernel
         self._ahead = ahead
         self._compute = compute or step_function()
+        self._write, self._attend = map(address_of, kernel.functions)
         rotaries = dict.fromkeys(layer.rotary for layer in layers if layer.rotary is not None)
         self._rotaries: list[Rotary] = list(rotaries)
         products = (each for each in program.operations if isinstance(each, Product))
@@ -104,11 +108,13 @@ class CompiledStep:
         self.most_rows = min(each for each in (*most, MOST_ROWS) if each is not None)
         """The most tokens of a step."""
 
+        self._rotated_positions = 0
+        self._rotations: list[Rotation] = []  # for the positions [0, rotated)
         self._needs_forward = bool(anatomy.recurrences) or any(layer.latents for layer in layers)
         self._whole, self._layered = (
             _Workspace(
                 lambda rows: BoundProgram(program, layers, self._rotaries, pool, rows),
-                SegmentTable(layers, pool),
+                SegmentTable(pool),
             )
             for _ in range(2)
         )
@@ -119,14 +125,13 @@ class CompiledStep:
         return 0 if self._needs_forward else self.most_rows
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether the batch is plain, and there are kernels for so many tokens."""
-        tokens = sum(len(run.tokens) for run in batch.runs)
-        return tokens <= self.most_rows and batch.is_plain
+        """Return whether the batch is plain, and there are kernels for its number of tokens."""
+        return len(batch.tokens) <= self.most_rows and batch.is_plain
 
     def takes_layers(self, batch: Batch) -> bool:
         """Return whether ``begin`` takes the batch: native code computes it without asking for
         states or latents, and nobody observes it."""
-        return not self._needs_forward and not batch.is_observed and self.takes(batch)
+        return not self._needs_forward and not batch.observed and self.takes(batch)
 
     def begin(self, batch: Batch) -> LayeredPass:
         """Return a pass over a batch for which ``takes_layers`` is true; nothing of it is computed
@@ -135,7 +140,7 @@ class CompiledStep:
         bound = self._layered.bound
 
         def compute(begin: int, end: int) -> None:
-            self._run(bound, bound.part(prepared.step, begin, end))
+            self._run(bound, prepared.step, begin, end)
 
         def result() -> StepResult:
             owners = batch.logit_owners
@@ -151,10 +156,10 @@ class CompiledStep:
         forward = self._forward(batch)
         prepared = self._prepare(batch, self._whole, forward)
         with nullcontext() if forward is None else intercepted(forward):
-            if batch.is_observed:
+            if batch.observed:
                 self._compute_observed(batch, prepared)
             else:
-                self._run(self._whole.bound, prepared.step)
+                self._run(self._whole.bound, prepared.step, 0, len(self._program.operations))
         owners = batch.logit_owners
         logits = self._whole.bound.logits(len(owners))
         states = {} if forward is None else forward.states()
@@ -164,10 +169,9 @@ class CompiledStep:
         self, batch: Batch, workspace: _Workspace, forward: ForwardPass | None
     ) -> _Prepared:
         """Lay out what native code reads to compute a batch in this workspace."""
-        ids, positions, slots = (
-            np.ascontiguousarray(each, np.int64)
-            for each in (batch.tokens, batch.positions, batch.slots)
-        )
+        ids = np.ascontiguousarray(batch.tokens, np.int64)
+        positions = np.ascontiguousarray(batch.positions, np.int64)
+        slots = np.ascontiguousarray(batch.slots, np.int64)
         wanted = np.array(batch.logit_rows, np.int64)
         bound = workspace.make_room(len(ids))
         segments = (
@@ -185,15 +189,15 @@ class CompiledStep:
             )
             longest = max(longest, plan.farthest, plan.last)
         sight_of = np.array(numbers, np.int64)
-        rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
+        if longest >= self._rotated_positions:
+            self._rotated_positions = longest + 1
+            self._rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
+        rotations = self._rotations
         layers = workspace.table.of(segments.chunks, segments.spans)
-        write, attend = self.kernel.functions
         step = NativeStep(
-            operations=ctypes.addressof(bound.operations),
-            count=len(bound.operations),
             layers=ctypes.addressof(bound.layers),
-            write=address_of(write),
-            attend=address_of(attend),
+            write=self._write,
+            attend=self._attend,
             rows=len(ids),
             wanted=len(wanted),
             ids=ids.ctypes.data,
@@ -212,12 +216,12 @@ class CompiledStep:
 
     def _compute_observed(self, batch: Batch, prepared: _Prepared) -> None:
         """Compute the step up to each attention in turn, which is then shown to observers."""
-        observation = Observation(batch, native=True)
+        observation = Observation(batch.observed, native=True)
         bound, positions, segments = self._whole.bound, prepared.positions, prepared.segments
         begin = 0
         for number, operation in enumerate(self._program.operations, start=1):
             if isinstance(operation, RecordedAttention):
-                self._run(bound, bound.part(prepared.step, begin, number))
+                self._run(bound, prepared.step, begin, number)
                 begin, index = number, operation.layer
                 layer = LayerAttention(
                     segments.plan(index)[0],
@@ -229,12 +233,14 @@ class CompiledStep:
                     picked=None,
                 )
                 observation.show(index, layer)
-        self._run(bound, bound.part(prepared.step, begin, len(self._program.operations)))
+        self._run(bound, prepared.step, begin, len(self._program.operations))
 
-    def _run(self, bound: BoundProgram, step: NativeStep) -> None:
-        """Compute these operations. Raises what a module raised."""
+    def _run(self, bound: BoundProgram, step: NativeStep, begin: int, end: int) -> None:
+        """Compute the operations [begin, end). Raises the error of a module."""
+        step.operations = ctypes.addressof(bound.operations[begin]) if begin < end else None
+        step.count = end - begin
         self._compute(step)
-        bound.raise_what_failed()
+        bound.raise_error()
 
     def _forward(self, batch: Batch) -> ForwardPass | None:
         """Return what the modules that native code calls ask for states, or to attend to latents;
@@ -284,7 +290,7 @@ class LayeredPass:
         self.seconds = 0.0
         """How long it has taken so far."""
 
-    def go_on(self, until: float) -> StepResult | None:
+    def compute_layers(self, until: float) -> StepResult | None:
         """Compute one part, and more as long as half of the next one should be done by ``until``,
         in seconds of the clock. Returns the result once all are computed, and None before."""
         begin = self._clock()

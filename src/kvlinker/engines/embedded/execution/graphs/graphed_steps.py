@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engines.embedded.attention.triton_attention import TritonAttention
-from kvlinker.engines.embedded.execution.batch import Batch, StepResult
+from kvlinker.engines.embedded.execution.batch import Batch, BatchSegments, StepResult
 from kvlinker.engines.embedded.execution.graphs.step_graph import (
     Forward,
     Replay,
@@ -25,7 +25,6 @@ from kvlinker.engines.embedded.execution.graphs.step_graph import (
     StepTables,
 )
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead
-from kvlinker.engines.embedded.execution.segments import BatchSegments
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.engines.gpu.launching import addresses, is_aligned
@@ -102,7 +101,7 @@ class GraphedSteps:
 
     def _result(self, batch: Batch) -> StepResult | None:
         tokens = sum(len(run.tokens) for run in batch.runs)
-        if not batch.is_plain or batch.is_observed or tokens > MOST_ROWS:
+        if not batch.is_plain or batch.observed or tokens > MOST_ROWS:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
         plans, numbers = segments.plans()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.rotary_forms import RotaryForm
+from kvlinker.engines.embedded.attention.kernel import AttentionPlan
 from kvlinker.engines.embedded.attention.tiles import PlacedTables, TileTables
 from kvlinker.engines.embedded.attention.triton_attention import (
     TileKind,
@@ -22,7 +23,6 @@ from kvlinker.engines.embedded.attention.triton_attention import (
     dense_rows,
     rotation_of,
 )
-from kvlinker.engines.embedded.attention.views import AttentionPlan
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
@@ -57,7 +57,7 @@ TablesName = tuple[int, TileKind]
 
 
 class StepSize(NamedTuple):
-    """What steps that one graph computes have in common.
+    """The sizes that the steps of one graph have in common.
 
     A graph may have more rows than its step, which then are nobody's: they write and see nothing.
     """
@@ -129,7 +129,7 @@ class StepTables:
             "wanted": np.array(batch.logit_rows, np.int64),
             "written": written,
         }
-        """What ``Forward`` is given, and the tokens that ``place_kv`` writes."""
+        """The arguments of ``Forward``, and the tokens that ``place_kv`` writes."""
 
 
 class _Room(NamedTuple):
@@ -143,7 +143,7 @@ class _Room(NamedTuple):
 
     @classmethod
     def of(cls, tables: TileTables, kind: TileKind, rows: int, before: _Room | None) -> _Room:
-        """Return room for the tables of a step with so many rows, and for what there was room for
+        """Return room for the tables of a step with ``rows`` rows, and for what there was room for
         ``before``."""
         tiles = max(FEWEST_TILES, _roomy(tables.tiles), 0 if before is None else before.tiles)
         targets = rows if tables.targets or (before is not None and before.targets) else 0
@@ -161,8 +161,8 @@ class _Room(NamedTuple):
 
 
 PADDING = (-1, 0, 0, -1, 0, -1, 0, 0)
-"""What ``TileTables.arrays`` are filled up with: tiles without queries and visits, and targets of
-nobody."""
+"""The padding of ``TileTables.arrays``: tiles without queries and visits, and targets without
+owners."""
 
 
 class StepGraph:

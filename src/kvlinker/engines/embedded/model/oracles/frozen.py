@@ -46,8 +46,8 @@ class FrozenOracle:
         self, chunks: Sequence[Range], *, again: Sequence[int] = (), moved: int = 0
     ) -> Tensor:
         """Return the logits [last, vocabulary] of the text's last tokens, where each of ``chunks``
-        was computed alone, but for the positions ``again``, which are computed in the text, and the
-        text stands ``moved`` positions further on.
+        was computed alone and the text stands ``moved`` positions further on. The positions
+        ``again`` are computed in the text.
 
         Rotary tables stay those of the beginning, since angles of far positions are rough in fp32.
         """
@@ -90,7 +90,7 @@ class FrozenOracle:
 
     @contextmanager
     def _entering(self, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
-        """Have each layer get what ``change`` makes of its input."""
+        """Change the input of each layer by ``change``."""
 
         def entering(
             layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

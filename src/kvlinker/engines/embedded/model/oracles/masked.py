@@ -102,7 +102,7 @@ class Oracle:
 
 @contextmanager
 def tables_moved_back(model: nn.Module, moved: int) -> Iterator[None]:
-    """Have rotary modules make the tables of positions that are ``moved`` smaller, and indexers
+    """Make rotary modules compute the tables of positions that are ``moved`` smaller, and indexers
     pick for these."""
 
     def back(module: nn.Module, value: Any) -> Any:

@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one operation computes: numbers of each token, token after token."""
+    """The output of one operation: numbers of each token, token after token."""
 
     number: int
     row: int
@@ -222,7 +222,7 @@ def go_together(output: Layout, inputs: Sequence[Layout]) -> tuple[int, int, lis
 
 
 def _aligned(layout: Layout, index: int, depth: int) -> Axis:
-    """Return the axis that is broadcast to this one of an output of so many dimensions."""
+    """Return the axis that is broadcast to axis ``index`` of an output of ``depth`` dimensions."""
     before = depth - len(layout.axes)
     return Axis(1, 0) if index < before else layout.axes[index - before]
 

@@ -44,7 +44,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory in which each row of a step has so many bytes."""
+    """Memory in which each row of a step has ``row_bytes`` bytes."""
 
     row_bytes: int
     wanted: bool

@@ -1,8 +1,8 @@
 """Records the computations of one forward pass of a model: operation by operation, with memory
 layouts.
 
-Operations are PyTorch's own, but for attention, and for modules that native code computes or calls
-whole. Views are no operations: two tensors over the same memory are the same numbers.
+Operations are PyTorch's own, attention, and modules that native code computes or calls whole. Views
+are no operations: two tensors over the same memory are the same numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Node:
     """The module that computed it."""
 
     compute: Callable[[Tensor], Any] | None = None
-    """What has the module compute the same of other inputs, where Python calls it."""
+    """Computes the same by the module for other inputs, where Python calls it."""
 
     options: AttentionOptions | None = None
     """The variant of attention."""
@@ -84,8 +84,8 @@ class Trace:
 
 @torch.inference_mode()
 def trace_pass(model: Any, anatomy: Anatomy, tokens: int, wanted: int) -> Trace:
-    """Record a pass of so many tokens, of which so many logits are wanted. Modules that native code
-    calls whole are one operation each.
+    """Record a pass of ``tokens`` tokens with ``wanted`` logits. Modules that native code calls
+    whole are one operation each.
 
     Raises UnrecordableError.
     """
@@ -250,7 +250,7 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
 
 
 def _with_memory(values: Any) -> list[Tensor]:
-    """Return the tensors among the values, but for weights that oneDNN has packed, whose memory is
+    """Return the tensors among the values, without weights that oneDNN has packed, whose memory is
     its own."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
     return [each for each in tensors if each.layout == torch.strided]

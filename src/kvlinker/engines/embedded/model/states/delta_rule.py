@@ -16,7 +16,7 @@ from kvlinker.engines import native
 from kvlinker.engines.embedded.model.states.rules import Gates, Mixed, Rule, RuleCall
 
 DECAYS = {"torch_chunk_gated_delta_rule": "head", "chunk_kimi_delta_attention": "row"}
-"""What has a decay of its own, by the function's name: each head, or each row of its state."""
+"""The parts of a state that have a decay of their own, by the function's name: heads, or rows."""
 
 NORMED = "use_qk_l2norm_in_kernel"
 LANES = 16
@@ -62,8 +62,8 @@ class DeltaRule:
         return output.to(mixed[0].dtype), after
 
     def taking_over(self, call: RuleCall) -> RuleCall:
-        """Return the call with this in place of the model's function, but for shapes that native
-        code does not compute, such as fewer heads of keys than of values."""
+        """Return the call with this in place of the model's function. Shapes that native code does
+        not compute stay the model's, such as fewer heads of keys than of values."""
         rule = call.rule
 
         def compute(**given: Any) -> Any:

@@ -29,7 +29,7 @@ class Edges(NamedTuple):
 
 
 def edges_of(anatomy: Anatomy, tokens: int, first_tokens: int) -> Edges:
-    """Return the edges of a chunk of so many tokens: all of it, where what would be left between
+    """Return the edges of a chunk of ``tokens`` tokens: all of it, where what would be left between
     them is too little for the last token's convolution.
 
     Where layers only convolve, its edge is what the convolutions of its last token, and of the
@@ -46,21 +46,21 @@ def edges_of(anatomy: Anatomy, tokens: int, first_tokens: int) -> Edges:
 
 
 def first_edge(states: Sequence[ChunkState], tokens: int, window: int) -> int:
-    """Return the number of tokens of the first edge of a chunk of so many tokens, whose layers have
-    rules, and whose convolutions see ``window`` tokens back."""
+    """Return the number of tokens of the first edge of a chunk of ``tokens`` tokens, whose layers
+    have rules, and whose convolutions see ``window`` tokens back."""
     is_mapped = any(state.effect is not None for state in states)
     return len(states[0].mixed) - window - 1 if is_mapped else tokens
 
 
 def last_edge(tokens: int, window: int) -> int:
-    """Return where the edge of a chunk of so many tokens begins, where layers only convolve, and
+    """Return where the edge of a chunk of ``tokens`` tokens begins, where layers only convolve, and
     see ``window`` tokens back."""
     return max(tokens - window - 1, 0)
 
 
 def chunk_bytes(anatomy: Anatomy, tokens: int, dtype: torch.dtype, *, keeps_inner: bool) -> int:
-    """Count the bytes of what layers with a state keep of a chunk of so many tokens, what enters of
-    its inner tokens among it if they ``keep_inner``."""
+    """Count the bytes that layers with a state keep of a chunk of ``tokens`` tokens; with
+    ``keeps_inner``, the inputs of its inner tokens are among it."""
     edges = edges_of(anatomy, tokens, FIRST_TOKENS)
     inner = edges.last - edges.first
     entering = tokens if keeps_inner else tokens - inner
@@ -76,7 +76,7 @@ def chunk_bytes(anatomy: Anatomy, tokens: int, dtype: torch.dtype, *, keeps_inne
 def shape_like(
     states: Sequence[ChunkState], anatomy: Anatomy, tokens: int, *, keeps_inner: bool
 ) -> bool:
-    """Return whether ``states`` have the shape of what is kept of a chunk of so many tokens."""
+    """Return whether ``states`` have the shape of what is kept of a chunk of ``tokens`` tokens."""
     edges = edges_of(anatomy, tokens, FIRST_TOKENS)
     return len(states) == len(anatomy.recurrences) and all(
         _has_shape(state, recurrence, edges, keeps_inner=keeps_inner)

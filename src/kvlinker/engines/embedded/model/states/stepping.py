@@ -28,7 +28,8 @@ Original = Callable[..., Any]
 
 
 class AnyLength(Tensor):
-    """What is convolved of more tokens than a model's code counts, until it is divided by heads."""
+    """The convolved inputs of more tokens than a model's code counts, until they are divided by
+    heads."""
 
     @classmethod
     def __torch_function__(

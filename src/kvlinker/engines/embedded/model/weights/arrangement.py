@@ -248,7 +248,7 @@ def _arrange_grouped(
     grouped: GroupedFile,
     files: Collection[range],
 ) -> list[list[_Place]]:
-    """Have layers whose weights are ``grouped`` multiply by them: those of a group together that
+    """Make layers whose weights are ``grouped`` multiply by them: those of a group together that
     are of one form, and neighbours in the file. Return the layers that are left."""
     placed = {
         id(weight): grouped.places[name]

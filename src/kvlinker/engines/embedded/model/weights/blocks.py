@@ -42,8 +42,8 @@ def code_blocks(headers: Tensor, codes: Tensor, bits: int) -> Tensor:
 
 
 def codes_of(blocks: Tensor, bits: int, *, header_bytes: int) -> Tensor:
-    """Return the codes that ``code_blocks`` put into blocks with headers of so many bytes: [64 ·
-    blocks, inputs], int32, unsigned."""
+    """Return the codes that ``code_blocks`` put into blocks with headers of ``header_bytes`` bytes:
+    [64 · blocks, inputs], int32, unsigned."""
     words = blocks[:, :, header_bytes:].contiguous().view(torch.int16).int()
     pairs = 16 // bits
     apart = torch.stack([words >> bits * pair & 2**bits - 1 for pair in range(pairs)], dim=-1)

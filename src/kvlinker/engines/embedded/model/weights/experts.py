@@ -42,7 +42,8 @@ CHECKED_ROWS = 16
 """The rows by which a module is compared, each with two experts."""
 
 INPUTS = 32
-"""Native code multiplies by matrices with a multiple of so many inputs, in any number of bits."""
+"""The divisor of the number of inputs of matrices by which native code multiplies, in any number of
+bits."""
 
 MatrixKind = Callable[[Tensor, Tensor | None], Matrix]
 """Makes a matrix of a weight [outputs, inputs], and some of the inputs [rows, inputs] that it gets,

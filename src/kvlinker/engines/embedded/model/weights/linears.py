@@ -52,7 +52,7 @@ class MatrixLinear(nn.Linear):
 class SharedMatrix(nn.Module):
     """One matrix for several linear layers that are called with the same tensor, one after another.
 
-    The first of them computes the output of all, and the others take their parts. A layer that is
+    The first layer computes the output of all, and the others take their parts. A layer that is
     called with another tensor computes anew, so that any order of calls is right, in several
     threads too.
     """
@@ -156,7 +156,7 @@ def multiplies_plain(linear: nn.Linear) -> bool:
 
 def quicken_linears(model: nn.Module) -> None:
     """Let native code multiply few rows by the weights of ``model`` that are plain, in bf16 on
-    CPUs. The modules stay as they are but for ``forward``."""
+    CPUs. Only the modules' ``forward`` changes."""
     for module in model.modules():
         if type(module) is nn.Linear and multiplies_plain(module):
             module.forward = partial(_plain_product, module)  # type: ignore[method-assign]

@@ -172,7 +172,7 @@ def int8_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int4_group(inputs: int) -> int:
-    """Return how many neighbouring inputs of so many share a scale."""
+    """Return how many neighbouring inputs of ``inputs`` share a scale."""
     return next(group for group in INT4_GROUPS if inputs % group == 0)
 
 
@@ -195,7 +195,7 @@ def finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantise_by_torchao(model: nn.Module, chosen: Collection[nn.Linear], bits: int) -> None:
-    """Give the ``chosen`` layers weights in so many bits, on a device other than the CPU.
+    """Give the ``chosen`` layers weights in ``bits`` bits, on a device other than the CPU.
 
     Raises ModelLoadError if torchao is not installed.
     """

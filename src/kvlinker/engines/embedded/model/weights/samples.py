@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.weights.experts import ExpertsForm
 
 SAMPLED_ROWS = 32
-"""The most rows of a layer's inputs that are kept: one in so many of a pass."""
+"""The largest number of rows of a layer's inputs that are kept, at equal distances in a pass."""
 
 
 @contextmanager

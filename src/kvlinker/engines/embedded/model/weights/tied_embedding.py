@@ -47,7 +47,7 @@ class TiedEmbedding(nn.Embedding):
 
 
 def share_with_embeddings(model: nn.Module, weight: Tensor, matrix: Matrix) -> None:
-    """Have the plain embeddings of ``model`` with this ``weight`` read it from ``matrix``, which
+    """Make the plain embeddings of ``model`` with this ``weight`` read it from ``matrix``, which
     was made of it, if it lies there in blocks."""
     if matrix.in_blocks() is None:
         return

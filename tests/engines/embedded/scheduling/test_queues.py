@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.engines.embedded.scheduling.lines import Lines, latest_first
-from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
+from kvlinker.engines.embedded.scheduling.queues import Lines, latest_first, set_turn
 from tests.engines.embedded.fake_runner import BackgroundWork, ChunkWork, Work
 from tests.properties import examples
 
@@ -27,6 +26,7 @@ def arrived(number, kind, tenant, urgent, arrival, seconds):
     work = kind(1, urgent=urgent, tenant=tenant)
     work.number, work.arrived = number, float(arrival)
     work.prompt_seconds = work.seconds_left = float(seconds)
+    set_turn(work)
     return work
 
 
@@ -52,7 +52,7 @@ def test_lines_count_as_looking_at_all_does(arrivals, random):
         }
         lines.add(work)
         later = any(comes_before(work, other) for other in here)
-        assert lines.push_back(work, work.seconds_left) == later
+        assert lines.delay(work, work.seconds_left) == (later and work.seconds_left > 0)
         assert all(other.backlog == backlog for other, backlog in backlogs.items())
         here.append(work)
         progressing = random.choice(here)
@@ -68,22 +68,5 @@ def test_lines_count_as_looking_at_all_does(arrivals, random):
         assert set(lines.answers_of("x")) == answers
     for work in latest_first(here):
         lines.remove(work)
-        assert not lines.push_back(work, 1.0), "nobody is left behind it"
+        assert not lines.delay(work, 1.0), "nobody is left behind it"
     lines.check_integrity([])
-
-
-def test_a_queue_is_in_order_whenever_somebody_looks():
-    queue = TurnQueue()
-    works = [arrived(number, Work, "", False, number, 0) for number in range(4)]
-    for work in reversed(works[:3]):
-        queue.add(work)
-    assert list(queue) == works[:3]
-    works[0].backlog = 10.0
-    queue.disorder()
-    queue.add(works[3])
-    assert len(queue) == 4
-    assert works[3] in queue
-    assert queue[0] is works[1]
-    assert queue[:] == sorted(works, key=order_of) == [*works[1:], works[0]]
-    queue.remove(works[1])
-    assert queue[0] is works[2]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvlinker.engines.embedded.execution.segments import SegmentTable
+from kvlinker.engines.embedded.execution.batch import SegmentTable
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from tests.toy_models import loaded_model
@@ -25,7 +25,7 @@ def addresses(table):
 def test_chunks_that_share_a_layer_are_told_apart():
     layers = loaded_model("llama").layers
     pool = KVPool(layers, 64, dtype=torch.bfloat16, device=torch.device("cpu"))
-    table = SegmentTable(layers, pool)
+    table = SegmentTable(pool)
     one = made(layers)
     other, addresses_seen = None, []
     for _ in range(20):
@@ -42,7 +42,7 @@ def test_chunks_that_share_a_layer_are_told_apart():
 def test_a_table_is_the_same_from_memory():
     layers = loaded_model("llama").layers
     pool = KVPool(layers, 64, dtype=torch.bfloat16, device=torch.device("cpu"))
-    table, chunk = SegmentTable(layers, pool), made(layers)
+    table, chunk = SegmentTable(pool), made(layers)
     first = table.of([chunk], [SlotSpan(3, 7), SlotSpan(20, 1)])
     assert np.array_equal(first, table.of([chunk], [SlotSpan(3, 7), SlotSpan(20, 1)]))
     assert list(first[0, :, 2]) == [TOKENS, 7, 1]
