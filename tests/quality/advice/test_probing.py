@@ -139,7 +139,7 @@ def test_memory_file_systems_are_cleared_too(settings: Settings) -> None:
 
 
 def test_redis_keeps_nothing_of_samples(redis_server: RedisServer, tmp_path: Path) -> None:
-    tier = redis_tier(redis_server.url, 4000, Recorder().events)
+    tier = redis_tier(redis_server.url, Recorder().events)
     tier.put(key_of(1), chunk_kv(1))
     redis_server.client.set("others", "value")
     before = sorted(redis_server.client.keys())

@@ -114,7 +114,7 @@ def test_names_tell_apart_all_that_speed_depends_on(tmp_path: Path) -> None:
 
 
 def test_names_hold_no_credentials() -> None:
-    redis = redis_tier("redis://user:hunter2@127.0.0.1:1/0?password=hunter2", 1 << 20, Events())
+    redis = redis_tier("redis://user:hunter2@127.0.0.1:1/0?password=hunter2", Events())
     objects = object_tier("memory://speeds/folder?token=hunter2", 1 << 20, Events())
     for tier in (redis, objects):
         assert "hunter2" not in tier.speed_name

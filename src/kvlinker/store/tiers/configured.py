@@ -54,9 +54,6 @@ class StoreSettings(Protocol):
     def redis_url(self) -> SecretStr | None: ...
 
     @property
-    def redis_space(self) -> int: ...
-
-    @property
     def redis_codec(self) -> str: ...
 
     @property

@@ -1,9 +1,13 @@
-"""Keeps chunks in a Redis server that several kvlinker servers, and others, may share."""
+"""Keeps chunks in a Redis server that several kvlinker servers, and others, may share.
+
+Redis itself limits its memory (``maxmemory``) and evicts (``maxmemory-policy``).
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -15,7 +19,6 @@ from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
 from kvlinker.store.redaction import place_of, redacted
-from kvlinker.store.tiers import redis_scripts
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.medium import (
@@ -28,12 +31,21 @@ from kvlinker.store.tiers.medium import (
 )
 from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
 
-PART_BYTES = 1 << 20
-"""The bytes of a blob that one field of its hash holds."""
+logger = logging.getLogger(__name__)
 
-_PARTS_PER_COMMAND = 8
-_KEYS_PER_SCRIPT = 500
-_TEMPORARY_SECONDS = 60
+PART_BYTES = 1 << 20
+"""The bytes of a blob in one field of its hash; chosen by hand, far below the 512 MB that Redis
+allows for one value."""
+
+UNUSED_SECONDS = 7 * 86_400
+"""The seconds after its last use at which a blob expires: a week, as for what the disk keeps of
+prompts; chosen by hand. Redis evicts earlier where its memory is full."""
+
+_PARTS_PER_COMMAND = 8  # 8 MB take 70 ms at 1 Gbit/s, far less than the limit of an exchange
+_KEYS_PER_COMMAND = 500  # chosen by hand: a round trip for some 50 kB of names
+_TEMPORARY_SECONDS = 60  # from one batch of parts to the next; chosen by hand
+_ANY_BYTES = 1 << 60
+_SIZE = "size"  # the field with the blob's size, beside its parts' "0", "1", …
 
 T = TypeVar("T")
 
@@ -42,16 +54,13 @@ class RedisMedium:
     """Keeps each blob as a hash, under keys that begin with ``<prefix>:``; no other key is ever
     touched.
 
-    Sizes and last uses are kept in Redis itself (see ``redis_scripts``), so that the budget holds
-    however many servers share it.
-
-    Blobs that another program, or Redis itself, changed or evicted are found when they are used, or
-    by ``audit``.
+    The budget is Redis' ``maxmemory`` and the usage its used memory: they include all that others
+    keep in the same server. Evictions are Redis' own, so that nothing counts them here.
     """
 
     ahead_bytes = 2 * PART_BYTES
 
-    def __init__(self, url: str, budget_bytes: int, *, prefix: str, timeout: float) -> None:
+    def __init__(self, url: str, *, prefix: str, timeout: float) -> None:
         """Prepare to connect, which is done when something is asked. ``timeout``, in seconds, is
         for each single exchange of bytes.
 
@@ -64,13 +73,13 @@ class RedisMedium:
         except ModuleNotFoundError as error:
             raise missing_library("redis") from error
         self.place = place_of(url)
-        self.budget_bytes = int(
-            budget_bytes
-        )  # hiredis packs no subclass of int, such as settings have
+        self.budget_bytes = 0
+        """The ``maxmemory`` when Redis was last asked, or all memory of its machine where none is
+        set; 0 until it has answered."""
         self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
-        self._accounting = [f"{prefix}:{name}" for name in ("uses", "sizes", "totals")]
+        self._warned = False
         try:
             self._redis: Any = redis.Redis.from_url(
                 url,
@@ -85,20 +94,40 @@ class RedisMedium:
                 " redis://[user:password@]host:port/database, rediss:// for TLS, or unix:///path,"
                 " with special characters in the password percent-encoded."
             ) from None
-        self._scripts = {
-            text: self._redis.register_script(text)
-            for name, text in vars(redis_scripts).items()
-            if name.isupper() and not name.startswith("_")
-        }
 
     def open(self) -> tuple[int, ...]:
-        return _sizes(self._run(redis_scripts.EVICT, "", self.budget_bytes))
+        """Read the limits of Redis, and warn if they let its memory run full; returns nothing."""
+        memory = self._memory()
+        if not self._warned:
+            self._warned = True
+            if not memory["maxmemory"]:
+                logger.warning(
+                    "Redis %s has no maxmemory: chunks fill its machine's memory. Set maxmemory,"
+                    " and maxmemory-policy allkeys-lru.",
+                    self.place,
+                )
+            elif memory["maxmemory_policy"] == "noeviction":
+                logger.warning(
+                    "Redis %s has maxmemory-policy noeviction: once it is full, it takes no new"
+                    " chunks. Set allkeys-lru, or volatile-lru where it has others' data.",
+                    self.place,
+                )
+        return ()
 
     def stat(self, key: str) -> int | None:
-        return self._look(key, "look")
+        with _translated():
+            return _size(self._redis.hget(self._blobs + key, _SIZE))
 
     def touch(self, key: str) -> int | None:
-        return self._look(key, "use")
+        with _translated():
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.hget(self._blobs + key, _SIZE)
+            pipeline.expire(self._blobs + key, UNUSED_SECONDS)
+            # a Redis that is read-only refuses to expire, and is read on
+            size, _ = pipeline.execute(raise_on_error=False)
+            if isinstance(size, Exception):
+                raise size
+            return _size(size)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         first, last = start // PART_BYTES, (start + len(target) - 1) // PART_BYTES
@@ -106,15 +135,13 @@ class RedisMedium:
         skipped = start - first * PART_BYTES
         for numbers in _batches(range(first, last + 1), _PARTS_PER_COMMAND):
             with _translated():
-                parts = self._redis.hmget(self._blobs + key, [str(number) for number in numbers])
+                size, *parts = self._redis.hmget(self._blobs + key, [_SIZE, *map(str, numbers)])
+            if size is None:
+                raise BlobGone
             for number, part in zip(numbers, parts, strict=True):
-                if part is None:
-                    raise BlobGone
-                wanted = memoryview(part)[skipped : skipped + len(target) - position]
+                wanted = memoryview(part or b"")[skipped : skipped + len(target) - position]
                 if number != last and skipped + len(wanted) != PART_BYTES:
-                    raise BlobDamaged(
-                        f"its part {number} has {len(part)} bytes instead of {PART_BYTES}"
-                    )
+                    raise BlobDamaged(f"its part {number} does not have {PART_BYTES} bytes")
                 target[position : position + len(wanted)] = wanted
                 position += len(wanted)
                 skipped = 0
@@ -122,124 +149,81 @@ class RedisMedium:
             raise BlobDamaged(f"it ends {len(target) - position} bytes too early")
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
-        begin = partial(self._run, redis_scripts.BEGIN, key, nbytes, self.budget_bytes)
-        evicted, answer = self._making_way(key, nbytes, begin)
-        if answer is None:
-            return WriteOutcome(stored=True, evicted=evicted)
-        evicted += _sizes(answer)
         temporary = self._temporary + secrets.token_hex(16)
+        fields = 0
         try:
-            for batch in _batches(enumerate(_parts(pieces)), _PARTS_PER_COMMAND):
-                fields = {str(number): part for number, part in batch} | {"size": nbytes}
-                more, _ = self._making_way(
-                    key, nbytes, partial(self._write_parts, temporary, fields)
-                )
-                evicted += more
-            stored = bool(self._run(redis_scripts.COMMIT, key, temporary=temporary))
+            with _translated():
+                for batch in _batches(_fields(nbytes, pieces), _PARTS_PER_COMMAND):
+                    pipeline = self._redis.pipeline()  # a transaction: no part without its end
+                    pipeline.hset(temporary, mapping=dict(batch))
+                    pipeline.expire(temporary, _TEMPORARY_SECONDS)
+                    pipeline.execute()
+                    fields += len(batch)
+                if self._redis.hlen(temporary) != fields:
+                    raise MediumRefused("it evicted a chunk while the chunk was written")
+                pipeline = self._redis.pipeline()
+                pipeline.rename(temporary, self._blobs + key)
+                pipeline.expire(self._blobs + key, UNUSED_SECONDS)
+                pipeline.execute()
         except BaseException:
-            with suppress(MediumUnavailable, MediumRefused):
-                self._run(redis_scripts.ABANDON, key, temporary=temporary)
+            with suppress(MediumUnavailable, MediumRefused), _translated():
+                self._redis.unlink(temporary)
             raise
-        return WriteOutcome(stored, evicted)
+        return WriteOutcome(stored=True)
 
     def delete(self, key: str) -> None:
-        self._run(redis_scripts.DELETE, key)
+        with _translated():
+            self._redis.unlink(self._blobs + key)
 
     def keys(self) -> tuple[str, ...]:
+        """Return the keys of all blobs, in no order."""
         with _translated():
-            names = self._redis.zrange(self._accounting[0], 0, -1)
-        return tuple(
-            name
-            for name in (name.decode(errors="replace") for name in names)
-            if CHUNK_KEY.fullmatch(name)
-        )
+            names = {
+                name.decode(errors="replace").removeprefix(self._blobs)
+                for name in self._names(self._blobs)
+            }
+        return tuple(name for name in names if CHUNK_KEY.fullmatch(name))
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        found = self._run(redis_scripts.SIZES, "", *keys)
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.hget(self._blobs + key, _SIZE)
+        with _translated():
+            found = pipeline.execute(raise_on_error=False)
         return {
             key: int(size)
             for key, size in zip(keys, found, strict=True)
-            if size is not None and size.isdigit()
+            if isinstance(size, bytes) and size.isdigit()
         }
 
     def usage(self) -> MediumUsage:
-        return MediumUsage(*self._run(redis_scripts.USAGE, ""))
+        """Return the memory that Redis uses and the keys of its database, others' included."""
+        memory = self._memory()
+        with _translated():
+            return MediumUsage(int(memory["used_memory"]), int(self._redis.dbsize()))
 
     def audit(self) -> None:
-        self._run(redis_scripts.MEND, "")
-        self._reconcile()
+        """Do nothing: nothing is counted beside the blobs."""
 
     def clear(self) -> None:
         with _translated():
-            found = self._redis.scan_iter(match=_literal(self._prefix) + "*", count=1000)
-            for batch in _batches(found, _KEYS_PER_SCRIPT):
+            for batch in _batches(self._names(self._prefix), _KEYS_PER_COMMAND):
                 self._redis.unlink(*batch)
 
     def close(self) -> None:
         self._redis.close()
 
-    def _look(self, key: str, purpose: str) -> int | None:
-        size = self._run(redis_scripts.LOOK, key, PART_BYTES, purpose)
-        if size == -1:
-            raise BlobDamaged("what lies under its key is not a blob, or not a whole one")
-        return None if size is None else int(size)
-
-    def _write_parts(self, temporary: str, fields: dict[str, Any]) -> None:
+    def _memory(self) -> dict[str, Any]:
+        """Return what Redis says of its memory, and keep its limit as the budget."""
         with _translated():
-            pipeline = self._redis.pipeline()  # a transaction: no part is ever without its end
-            pipeline.hset(temporary, mapping=fields)
-            pipeline.expire(temporary, _TEMPORARY_SECONDS)
-            pipeline.execute()
+            memory: dict[str, Any] = self._redis.info("memory")
+        self.budget_bytes = int(memory["maxmemory"] or memory.get("total_system_memory", 0))
+        return memory
 
-    def _making_way(
-        self, key: str, nbytes: int, step: Callable[[], Any]
-    ) -> tuple[tuple[int, ...], Any]:
-        """Do a step of a write; where Redis has no memory left, do it once more after evicting as
-        much of our own."""
-        try:
-            return (), step()
-        except _OutOfMemory:
-            evicted = _sizes(self._run(redis_scripts.MAKE_WAY, key, nbytes))
-            if not evicted:
-                raise
-            return evicted, step()
-
-    def _run(self, script: str, key: str, *arguments: object, temporary: str | None = None) -> Any:
-        """Run a script; if the accounting was overwritten, repair it and run the script once
-        more."""
-        keys = [*self._accounting, *([temporary] if temporary else [])]
-        values: list[Any] = [self._blobs, key, *arguments]
-        try:
-            with _translated():
-                return self._scripts[script](keys=keys, args=values)
-        except _OutOfMemory:
-            raise
-        except MediumRefused:
-            with _translated():
-                mended = self._scripts[redis_scripts.MEND](keys=keys, args=[self._blobs, ""])
-            if not mended:
-                raise
-        self._reconcile()
-        with _translated():
-            return self._scripts[script](keys=keys, args=values)
-
-    def _reconcile(self) -> None:
-        """Make the accounting agree with all blobs that are there."""
-        with _translated():
-            found = self._redis.scan_iter(match=_literal(self._blobs) + "*", count=1000)
-            names = {name.removeprefix(self._blobs.encode()) for name in found}
-            names |= set(self._redis.zrange(self._accounting[0], 0, -1))
-            names |= set(self._redis.hkeys(self._accounting[1]))
-        for batch in (*_batches(sorted(names), _KEYS_PER_SCRIPT), ()):
-            step = "" if batch else "last"
-            with _translated():
-                self._scripts[redis_scripts.RECONCILE](
-                    keys=self._accounting, args=[self._blobs, "", step, *batch]
-                )
-
-
-class _OutOfMemory(MediumRefused):
-    """Redis is at its memory limit."""
+    def _names(self, prefix: str) -> Iterator[bytes]:
+        """Yield the names of keys that begin with ``prefix``, some perhaps twice."""
+        names: Iterator[bytes] = self._redis.scan_iter(match=_literal(prefix) + "*", count=1000)
+        return names
 
 
 @contextmanager
@@ -249,9 +233,9 @@ def _translated() -> Iterator[None]:
 
     try:
         yield
-    except exceptions.OutOfMemoryError as error:
-        raise _OutOfMemory(_reason(error)) from error
     except exceptions.ResponseError as error:
+        if str(error).startswith("WRONGTYPE"):
+            raise BlobDamaged("what lies under its key is not a blob") from error
         raise MediumRefused(_reason(error)) from error
     except (exceptions.RedisError, OSError) as error:
         raise MediumUnavailable(_reason(error)) from error
@@ -261,6 +245,22 @@ def _reason(error: Exception) -> str:
     """Return what went wrong, without the command, which redis-py puts before it: that may hold
     parts of a chunk."""
     return str(error).rpartition("caused error: ")[2]
+
+
+def _size(value: bytes | None) -> int | None:
+    """Return the size that a blob's hash names; None for no blob. Raises BlobDamaged."""
+    if value is None:
+        return None
+    if not value.isdigit():
+        raise BlobDamaged("its size is not a number")
+    return int(value)
+
+
+def _fields(nbytes: int, pieces: Iterable[memoryview]) -> Iterator[tuple[str, int | bytes]]:
+    """Yield the fields of a blob's hash: its size, then its parts by number."""
+    yield _SIZE, nbytes
+    for number, part in enumerate(_parts(pieces)):
+        yield str(number), part
 
 
 def _parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
@@ -287,10 +287,6 @@ def _batches(items: Iterable[T], length: int) -> Iterator[tuple[T, ...]]:
         yield batch
 
 
-def _sizes(answer: Sequence[int] | None) -> tuple[int, ...]:
-    return tuple(int(size) for size in answer or ())
-
-
 def _literal(text: str) -> str:
     """Return a pattern of Redis that matches just this text."""
     return "".join(f"\\{character}" if character in "*?[]^-\\" else character for character in text)
@@ -298,7 +294,6 @@ def _literal(text: str) -> str:
 
 def redis_tier(
     url: str,
-    budget_bytes: int,
     events: Events,
     *,
     prefix: str = "kvlinker",
@@ -310,7 +305,7 @@ def redis_tier(
 
     Raises StoreError for a URL that is none, or where redis-py is missing.
     """
-    medium = RedisMedium(url, budget_bytes, prefix=prefix, timeout=EXCHANGE_SECONDS)
+    medium = RedisMedium(url, prefix=prefix, timeout=EXCHANGE_SECONDS)
     return BlobTier(
         "redis",
         medium,
@@ -327,32 +322,30 @@ class ConfiguredRedis(ConfiguredTier):
 
     name = "redis"
     rank = 30
-    settings = ("redis_url", "redis_space", "redis_codec", "redis_prefix")
+    settings = ("redis_url", "redis_codec", "redis_prefix")
 
     @property
     def budget_bytes(self) -> int:
-        return 0 if self.setup.settings.redis_url is None else self.setup.settings.redis_space
+        """More than any Redis has: its own limit is known when it is open, and answers."""
+        return 0 if self.setup.settings.redis_url is None else _ANY_BYTES
 
     @property
     def codec(self) -> Codec:
         return find_codec(self.setup.settings.redis_codec)
 
     def open(self) -> Tier:
-        return self._opened(self.budget_bytes, self.setup.events, self.setup.settings.redis_prefix)
+        return self._opened(self.setup.events, self.setup.settings.redis_prefix)
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return emptied(
-            self._opened(budget_bytes, Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}")
-        )
+        return emptied(self._opened(Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}"))
 
-    @property
-    def _url(self) -> str:
+    def _opened(self, events: Events, prefix: str) -> BlobTier:
         url = self.setup.settings.redis_url
         assert url is not None  # else it is left out
-        return url.get_secret_value()
-
-    def _opened(self, budget_bytes: int, events: Events, prefix: str) -> BlobTier:
-        cipher = self.setup.cipher
         return redis_tier(
-            self._url, budget_bytes, events, prefix=prefix, cipher=cipher, codec=self.codec
+            url.get_secret_value(),
+            events,
+            prefix=prefix,
+            cipher=self.setup.cipher,
+            codec=self.codec,
         )

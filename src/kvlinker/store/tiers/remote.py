@@ -97,7 +97,7 @@ class BlobTier:
 
     @property
     def used_bytes(self) -> int:
-        """The sum of the blobs' sizes, as last known while the medium does not answer."""
+        """The medium's own count, as last known while the medium does not answer."""
         return self._usage().used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
