@@ -15,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.errors import ContextCacheNotFoundError, StoreError
+from kvlinker.base.installing import install_command
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
@@ -414,6 +415,10 @@ def open_database(place: Path | str) -> Database:
         from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 
         return SQLiteDatabase(place)
-    from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
-
+    try:
+        from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            f"catalog_url needs PostgreSQL's driver: {install_command('postgres')}."
+        ) from error
     return PostgresDatabase(place)
