@@ -27,7 +27,9 @@ from kvlinker.quality.bench.harness.measurement import FirstTokenAnswer
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier
 from kvlinker.store.chunk_kv import ChunkState
-from kvlinker.store.tiers import ConfiguredTier, object_tier, redis_tier
+from kvlinker.store.remote.objects import object_tier
+from kvlinker.store.remote.redis import redis_tier
+from kvlinker.store.tiers import ConfiguredTier
 from tests.clocks import ManualClock
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of

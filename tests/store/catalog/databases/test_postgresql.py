@@ -20,7 +20,7 @@ from kvlinker.base.errors import (
     StoreError,
 )
 from kvlinker.base.types.tenants import Quota, Quotas
-from kvlinker.store import Catalog, Cipher, Limits
+from kvlinker.store import Catalog, Limits
 from kvlinker.store.catalog.databases import postgresql
 from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
 from kvlinker.store.catalog.databases.postgresql_tables import (
@@ -29,6 +29,7 @@ from kvlinker.store.catalog.databases.postgresql_tables import (
     SEARCHED_CHARACTERS,
     translated,
 )
+from kvlinker.store.format.encryption import Cipher
 from tests.postgres_server import PostgresServer
 from tests.store.catalog.raw import harm
 from tests.store.catalog.test_catalog_check import NOW, record

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
@@ -131,7 +131,7 @@ class PlaceBuilder:
             self._background(self._guarded)
 
     def _add(self, chunks: Sequence[Chunk], tenant: str) -> None:
-        texts = dict.fromkeys(replace(chunk, place=0) for chunk in chunks if not chunk.contextual)
+        texts = dict.fromkeys(chunk.at_place(0) for chunk in chunks if not chunk.contextual)
         alike: defaultdict[tuple[tuple[int, ...], bool], list[Chunk]] = defaultdict(list)
         for chunk in texts:
             alike[chunk.prefix, chunk.shared].append(chunk)
@@ -140,7 +140,7 @@ class PlaceBuilder:
             places = range(1, min(len(others), ROW))
             lacking, crude = [], []
             for chunk in own:
-                if not all(self._has(replace(chunk, place=place), tenant) for place in places):
+                if not all(self._has(chunk.at_place(place), tenant) for place in places):
                     lacking.append(chunk)
                 elif self._reached.get(self._key(chunk, tenant), 0) < circles(len(places) + 1):
                     crude.append(chunk)
@@ -256,7 +256,7 @@ class PlaceBuilder:
             chunk: min(
                 0 if kv is None else kv.contexts
                 for place in (1, len(row.chunks) - 1)
-                for kv in [self._store.get(self._key(replace(chunk, place=place), row.tenant))]
+                for kv in [self._store.get(self._key(chunk.at_place(place), row.tenant))]
             )
             for chunk in row.kept
         }
@@ -288,7 +288,7 @@ class PlaceBuilder:
         self._row = None
         kvs = dict(zip(ordered[1:], done.result(), strict=True))
         for chunk in _placed(ordered, row.kept):
-            kv = kvs[replace(chunk, place=0)]
+            kv = kvs[chunk.at_place(0)]
             if chunk.place == 1:
                 row.first[chunk] = kv
             else:
@@ -321,11 +321,7 @@ class PlaceBuilder:
 
 def _placed(ordered: Sequence[Chunk], kept: Set[Chunk]) -> list[Chunk]:
     """Return those of the later chunks in this order that are kept, at their places in it."""
-    return [
-        replace(chunk, place=place)
-        for place, chunk in enumerate(ordered)
-        if place and chunk in kept
-    ]
+    return [chunk.at_place(place) for place, chunk in enumerate(ordered) if place and chunk in kept]
 
 
 def _reading(chunks: Sequence[Chunk]) -> Reading:

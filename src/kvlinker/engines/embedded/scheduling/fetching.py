@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvlinker.engines.embedded.requests.request import Request, RequestState
 from kvlinker.engines.embedded.scheduling.admission import Admission
 from kvlinker.engines.embedded.scheduling.turn_queue import TurnQueue, order_of
-from kvlinker.store.holds import Hold
+from kvlinker.store.chunk_store import Hold
 
 PREFETCHED = 8
 """The number of waiting requests whose chunks' KV is fetched ahead of those after them; twice as

@@ -138,8 +138,11 @@ class SQLiteDatabase:
             raise
 
     def query(self, statement: str, values: Values) -> Sequence[Any]:
-        with self._lock, self._errors():
-            return self._connection.execute(statement, values).fetchall()
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._store_error(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[SQLiteConnection]:
@@ -263,21 +266,23 @@ class SQLiteDatabase:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreErrors that name the file and the way out."""
+        """Raise SQLite's errors as StoreErrors."""
         try:
             yield
         except sqlite3.Error as error:
-            if isinstance(
-                error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
-            ):
-                raise StoreError(
-                    f"The catalog {self._path} failed: {error}.{_way_out(error)}"
-                ) from error
-            raise StoreError(
-                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
-                " -shm files) and start again: a new one is made, and the context caches of the"
-                " old one have to be created again."
-            ) from error
+            raise self._store_error(error) from error
+
+    def _store_error(self, error: sqlite3.Error) -> StoreError:
+        """Return the StoreError that names the file and the way out."""
+        if isinstance(
+            error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
+        ):
+            return StoreError(f"The catalog {self._path} failed: {error}.{_way_out(error)}")
+        return StoreError(
+            f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
+            " -shm files) and start again: a new one is made, and the context caches of the"
+            " old one have to be created again."
+        )
 
 
 def _way_out(error: sqlite3.Error) -> str:

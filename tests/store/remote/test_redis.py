@@ -13,9 +13,10 @@ from kvlinker.base.events import ChunkDamaged, Events, TierUnavailable
 from kvlinker.base.installing import install_command
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
-from kvlinker.store.tiers import BlobTier, object_tier, redis_tier
-from kvlinker.store.tiers.medium import KEYS_AT_ONCE, MediumRefused
-from kvlinker.store.tiers.redis import PART_BYTES, UNUSED_SECONDS
+from kvlinker.store.remote.blob_tier import BlobTier
+from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
+from kvlinker.store.remote.objects import object_tier
+from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, redis_tier
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 from tests.store.tiers.test_tiers import KV

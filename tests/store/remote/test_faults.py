@@ -15,9 +15,8 @@ import pytest
 from kvlinker.base.events import ChunkDamaged, TierUnavailable
 from kvlinker.store import ChunkStore, DiskTier, HostTier
 from kvlinker.store.chunk_store import SHARED_TIERS_CLOSE_SECONDS
-from kvlinker.store.tiers import redis_tier
-from kvlinker.store.tiers.redis import RedisMedium
-from kvlinker.store.tiers.remote import BlobTier
+from kvlinker.store.remote.blob_tier import BlobTier
+from kvlinker.store.remote.redis import RedisMedium, redis_tier
 from tests.redis_server import MAXMEMORY, RedisServer
 from tests.store.cutting_proxy import CuttingProxy
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import CHUNK_KEY
-from kvlinker.store.format.codecs import RAW, Codec, find_codec
-from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.format.codecs import RAW, Codec
+from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.redaction import place_of, redacted
-from kvlinker.store.tiers.base import Tier
-from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
-from kvlinker.store.tiers.medium import (
+from kvlinker.store.remote.blob_tier import EXCHANGE_SECONDS, BlobTier, missing_library
+from kvlinker.store.remote.medium import (
     BlobDamaged,
     BlobGone,
     MediumRefused,
@@ -29,7 +28,9 @@ from kvlinker.store.tiers.medium import (
     MediumUsage,
     WriteOutcome,
 )
-from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ prompts; chosen by hand. Redis evicts earlier where its memory is full."""
 _PARTS_PER_COMMAND = 8  # 8 MB take 70 ms at 1 Gbit/s, far less than the limit of an exchange
 _KEYS_PER_COMMAND = 500  # chosen by hand: a round trip for some 50 kB of names
 _TEMPORARY_SECONDS = 60  # from one batch of parts to the next; chosen by hand
-_ANY_BYTES = 1 << 60
 _SIZE = "size"  # the field with the blob's size, beside its parts' "0", "1", …
 
 T = TypeVar("T")
@@ -311,41 +311,6 @@ def redis_tier(
         medium,
         events,
         conceal=partial(redacted, url=url),
-        sealing=Sealing(cipher),
+        sealing=sealing_of(cipher),
         codec=codec,
     )
-
-
-@register
-class ConfiguredRedis(ConfiguredTier):
-    """Keeps chunks in the Redis server that ``redis_url`` names."""
-
-    name = "redis"
-    rank = 30
-    settings = ("redis_url", "redis_codec", "redis_prefix")
-
-    @property
-    def budget_bytes(self) -> int:
-        """More than any Redis has: its own limit is known when it is open, and answers."""
-        return 0 if self.setup.settings.redis_url is None else _ANY_BYTES
-
-    @property
-    def codec(self) -> Codec:
-        return find_codec(self.setup.settings.redis_codec)
-
-    def open(self) -> Tier:
-        return self._opened(self.setup.events, self.setup.settings.redis_prefix)
-
-    def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return emptied(self._opened(Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}"))
-
-    def _opened(self, events: Events, prefix: str) -> BlobTier:
-        url = self.setup.settings.redis_url
-        assert url is not None  # else it is left out
-        return redis_tier(
-            url.get_secret_value(),
-            events,
-            prefix=prefix,
-            cipher=self.setup.cipher,
-            codec=self.codec,
-        )
