@@ -4,14 +4,10 @@ is set."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvlinker.base.errors import StoreError
-
-if TYPE_CHECKING:
-    from kvlinker.store.format.encryption import Cipher
 
 TOKEN_TYPE = "<u4"
 """The type of packed token ids, as NumPy names it."""
@@ -89,13 +85,3 @@ def input_of(response_key: str) -> str:
 def item_of(item_key: str) -> str:
     """Name the place of an item of a response's output."""
     return f"response_items.content.{item_key}"
-
-
-def blobs_of(cipher: Cipher | None) -> TokenBlobs:
-    """Return the packing of a catalog that is encrypted with the cipher, or not at all without
-    one."""
-    if cipher is None:
-        return TokenBlobs()
-    from kvlinker.store.catalog.encryption import EncryptedBlobs
-
-    return EncryptedBlobs(cipher)

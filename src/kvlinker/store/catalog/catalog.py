@@ -21,7 +21,6 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
-from kvlinker.store.catalog.blobs import blobs_of
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.databases.interface import Database, StateLock
 from kvlinker.store.catalog.implicit import ImplicitIndex
@@ -43,6 +42,7 @@ from kvlinker.store.catalog.rows import (
     CHUNK_COLUMNS,
     COLUMNS,
     LIVE,
+    blobs_of,
     index_metadata,
     insert_rows,
     matching,

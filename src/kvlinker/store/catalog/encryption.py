@@ -8,7 +8,6 @@ from collections.abc import Callable
 from kvlinker.base.errors import StoreError
 from kvlinker.store.catalog.blobs import (
     TokenBlobs,
-    blobs_of,
     body_of,
     changed_entry,
     input_of,
@@ -93,7 +92,8 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
             return False
         if sealed is not None:
             _check(sealed, old, database.place)
-        before, after = blobs_of(None if sealed is None else old), blobs_of(new)
+        before = TokenBlobs() if sealed is None or old is None else EncryptedBlobs(old)
+        after = TokenBlobs() if new is None else EncryptedBlobs(new)
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))

@@ -21,7 +21,6 @@ from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.blobs import (
     TOKEN_BYTES,
     TokenBlobs,
-    blobs_of,
     prefix_of,
     token_ids,
     tokens_of,
@@ -30,7 +29,7 @@ from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
 from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 from kvlinker.store.catalog.databases.state_lock import DirectoryLock
-from kvlinker.store.catalog.rows import insert_rows
+from kvlinker.store.catalog.rows import blobs_of, insert_rows
 from kvlinker.store.format.sealing import KEY_VARIABLE
 
 if TYPE_CHECKING:

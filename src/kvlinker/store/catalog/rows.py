@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from kvlinker.store.catalog.blobs import (
     tokens_of,
 )
 from kvlinker.store.catalog.databases.interface import Connection
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 COLUMNS = """c.id, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
     c.implicit_ttl, k.nbytes, c.chunk_key, k.fingerprint, c.tenant, k.tokens, k.prefix, k.origin"""
@@ -84,6 +87,16 @@ def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         )
         values |= {f"key{index}": key, f"value{index}": value}
     return conditions, values
+
+
+def blobs_of(cipher: Cipher | None) -> TokenBlobs:
+    """Return the packing of a catalog that is encrypted with the cipher, or not at all without
+    one."""
+    if cipher is None:
+        return TokenBlobs()
+    from kvlinker.store.catalog.encryption import EncryptedBlobs
+
+    return EncryptedBlobs(cipher)
 
 
 def insert_rows(connection: Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
