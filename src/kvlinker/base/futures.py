@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,6 +83,11 @@ def fall_back(
 ) -> Future[T]:
     """Return a future of the result of ``first`` or, if that is None or ``accepts`` is false for
     it, of ``otherwise(result)``. Both functions run where those of ``chain`` do."""
+
+    if first.done() and first.exception() is None:
+        value = first.result()
+        if value is not None and accepts(value):
+            return cast(Future[T], first)
 
     def decide(value: T | None) -> Future[T]:
         return otherwise(value) if value is None or not accepts(value) else completed(value)

@@ -86,10 +86,13 @@ class Holds:
 
     def begin(self, keys: Collection[str], sizes: Mapping[str, int]) -> None:
         """Count one more request for each of the keys; the lock is held."""
-        new = [key for key in keys if key not in self._uses]
-        self._uses.update(list(keys))
+        new = []
+        for key in keys:
+            self._uses[key] += 1
+            if self._uses[key] == 1:
+                self._nbytes[key] = sizes[key]
+                new.append(key)
         if new:
-            self._nbytes |= {key: sizes[key] for key in new}
             for tier in self._tiers:
                 tier.hold(new)
 
@@ -117,9 +120,10 @@ class Hold:
         """Hold these chunks too, whose bytes are ``sizes``, also beyond the budget. Does nothing
         after the release."""
         with self._holds.lock:
-            if self.users:
-                self._holds.begin(sizes.keys() - self.keys, sizes)
-                self.keys |= sizes.keys()
+            new = sizes.keys() - self.keys
+            if self.users and new:
+                self._holds.begin(new, sizes)
+                self.keys |= new
 
     def share(self) -> Hold:
         """Return this hold, which has to be released once more now."""
@@ -250,22 +254,23 @@ class ChunkStore:
 
         Publishes only hits.
         """
-        epoch = self._delete_epoch()
         started = time.perf_counter()
-        for tier in self._in_memory:
-            kv = tier.get(key)
-            if kv is not None:
-                break
-        else:
+        first = self._in_memory[0]
+        kv = first.get(key)
+        if kv is not None:
+            self._publish_loaded(first.name, kv, time.perf_counter() - started)
+            return kv
+        epoch = self._delete_epoch()
+        kv = self._host.get(key)
+        if kv is None:
             stored = self._waiting(key)
             if stored is None:
                 return None
             kv = self._residence.resident(stored)
             self._promote(key, kv, None, [self._host], epoch)
-            tier = self._host
-        if tier is not self._device and self._device is not None:
+        if self._device is not None:
             kv = self._copied_up(self._device, key, kv, epoch)
-        self._publish_loaded(tier.name, kv, time.perf_counter() - started)
+        self._publish_loaded(self._host.name, kv, time.perf_counter() - started)
         return kv
 
     def load(
@@ -283,12 +288,11 @@ class ChunkStore:
         futures: list[Future[KV | None]] = []
         missing = []
         for key in keys:
-            epoch = self._delete_epoch()
             kv = self.get_resident(key)
             if kv is not None:
                 futures.append(completed(kv))
                 continue
-            chunk = self._chunk_load(key, prefill, epoch)
+            chunk = self._chunk_load(key, prefill)
             futures.append(chunk.begun)
             if not chunk.begun.done():
                 missing.append(chunk)
@@ -601,9 +605,10 @@ class ChunkStore:
                 device.put(key, copied)
         return copied
 
-    def _chunk_load(self, key: str, prefill_seconds: float, epoch: int | None) -> ChunkLoad:
+    def _chunk_load(self, key: str, prefill_seconds: float) -> ChunkLoad:
         """Return the load of a chunk that is not in memory: missed already, or to be read from a
         tier that delivers it in the time in which it could be computed."""
+        epoch = self._delete_epoch()
         tiers = [
             tier
             for tier in self._slower

@@ -150,7 +150,7 @@ class EvictionIndex:
         changed = keys ^ self._pinned_keys
         self._pinned_keys = frozenset(keys)
         for key in changed & self._entries.keys():
-            self._regroup(key)
+            self._move(key, self._group(key))
 
     def is_held(self, key: str) -> bool:
         """Return whether the key is held, present or not."""
@@ -161,7 +161,7 @@ class EvictionIndex:
         for key in keys:
             self._held_keys.add(key)
             if key in self._entries:
-                self._regroup(key)
+                self._move(key, self._held)
 
     def release(self, keys: Iterable[str]) -> None:
         """Allow the keys' eviction again. Call ``make_room(0)`` then: held keys may have taken more
@@ -169,7 +169,7 @@ class EvictionIndex:
         for key in keys:
             self._held_keys.discard(key)
             if key in self._entries:
-                self._regroup(key)
+                self._move(key, self._group(key))
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
         """Note a use, now the last one, that adds ``weight`` to the sum of the key's uses; returns
@@ -271,9 +271,9 @@ class EvictionIndex:
             return self._held
         return self._pinned if key in self._pinned_keys else self._evictable
 
-    def _regroup(self, key: str) -> None:
-        """Move a present key to the group that it belongs to now."""
-        entry, group = self._entries[key], self._group(key)
+    def _move(self, key: str, group: _Group) -> None:
+        """Move a present key to the group."""
+        entry = self._entries[key]
         del entry.group.keys[entry.rank]
         entry.group.nbytes -= entry.nbytes
         group.keys[entry.rank] = key

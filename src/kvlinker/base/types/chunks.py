@@ -105,11 +105,11 @@ class Chunk:
     def content(self) -> str:
         """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a
         chunk."""
-        return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
+        return hashlib.sha256(np.asarray(self.tokens, dtype="<u4").tobytes()).hexdigest()
 
     @cached_property
-    def keys(self) -> dict[tuple[str, str], str]:
-        """The known keys of its KV at place 0, by model fingerprint and owner: ``chunk_key`` adds
+    def keys(self) -> dict[tuple[str, str, int], str]:
+        """The known keys of its KV, by model fingerprint, owner and place: ``chunk_key`` adds
         them."""
         return {}
 
@@ -134,7 +134,10 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     A shared chunk's tenant is always SHARED_TENANT.
     """
     owner = SHARED_TENANT if chunk.shared else tenant
-    key = chunk.keys.get((fingerprint, owner))
+    known = chunk.keys.get((fingerprint, owner, chunk.place))
+    if known is not None:
+        return known
+    key = chunk.keys.get((fingerprint, owner, 0))
     if key is None:
         key = packed_chunk_key(
             np.asarray(chunk.tokens, dtype="<u4").tobytes(),
@@ -143,8 +146,11 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
             owner=owner,
             origin=chunk.origin,
         )
-        chunk.keys[fingerprint, owner] = key
-    return key if chunk.place == 0 else _place_key(key, chunk.place)
+        chunk.keys[fingerprint, owner, 0] = key
+    if chunk.place:
+        key = _place_key(key, chunk.place)
+        chunk.keys[fingerprint, owner, chunk.place] = key
+    return key
 
 
 _PLACED = "kvlinker-place-2"

@@ -211,7 +211,7 @@ def read_chunk(row: Any, blobs: TokenBlobs, *, scored: bool = True) -> Chunk | N
         origin=Origin(origin),
         scored=scored,
     )
-    chunk.keys[own_fingerprint, tenant] = key
+    chunk.keys[own_fingerprint, tenant, 0] = key
     return chunk
 
 
