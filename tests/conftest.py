@@ -91,8 +91,11 @@ def running_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 @pytest.fixture
 def redis_server(running_redis: RedisServer) -> RedisServer:
     """An empty one, for tests that leave it running."""
+    from tests.redis_server import MAXMEMORY
+
     running_redis.client.flushall()
-    running_redis.client.config_set("maxmemory", 0)
+    running_redis.client.config_set("maxmemory", MAXMEMORY)
+    running_redis.client.config_set("maxmemory-policy", "allkeys-lru")
     return running_redis
 
 

@@ -22,6 +22,10 @@ PORTS = range(20_000, 30_000)
 own free again."""
 
 
+MAXMEMORY = 1 << 30
+"""The bytes that Redis may take, more than any test needs."""
+
+
 def free_port() -> int:
     """Return a port of the loopback that nobody listens on."""
     while True:
@@ -54,6 +58,10 @@ class RedisServer:
             "127.0.0.1",
             "--save",
             "",
+            "--maxmemory",
+            str(MAXMEMORY),
+            "--maxmemory-policy",
+            "allkeys-lru",
             "--dir",
             str(self._folder),
         ]

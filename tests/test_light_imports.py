@@ -137,3 +137,48 @@ def test_commands_leave_transformers_as_it_is_once_imported() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.split()[-1] == "True"
+
+
+CORE = """
+import sys
+from pathlib import Path
+from kvlinker.llm import LLM
+from tests.doors.http.serving import tiny_model, tiny_settings
+with LLM.from_model(tiny_model(), tiny_settings(Path(sys.argv[1]), **eval(sys.argv[2]))) as llm:
+    caches = llm.generate_context_cache(["The kettle is green."])
+    llm.chat_completion([{"role": "user", "content": [*caches, "Which colour?"]}], max_tokens=1)
+print(*sys.modules)
+"""
+REMOTE = {
+    "kvlinker.store.catalog.databases.postgresql": {},
+    "kvlinker.store.catalog.encryption": {"encryption_key": "0" * 64},
+    "kvlinker.store.format.encryption": {"encryption_key": "0" * 64},
+    "kvlinker.store.remote.objects": {"object_url": "memory://objects"},
+    "kvlinker.store.remote.redis": {"redis_url": "redis://127.0.0.1:1/0"},
+    "boto3": {},
+    "cryptography": {"encryption_key": "0" * 64},
+    "fsspec.core": {"object_url": "memory://objects"},
+    "psycopg": {},
+    "redis": {"redis_url": "redis://127.0.0.1:1/0"},
+    "s3fs": {},
+}
+"""What encryption, object stores, Redis and PostgreSQL need, and settings that import it."""
+
+
+def test_the_core_imports_no_library_without_its_setting(tmp_path: Path) -> None:
+    loaded = [
+        set(
+            subprocess.run(
+                [sys.executable, "-c", CORE, str(tmp_path / str(number)), repr(settings)],
+                cwd=TESTS.parent,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split()
+        )
+        for number, settings in enumerate(
+            ({}, {name: value for each in REMOTE.values() for name, value in each.items()})
+        )
+    ]
+    assert not REMOTE.keys() & loaded[0]
+    assert {name for name, settings in REMOTE.items() if settings} <= loaded[1]

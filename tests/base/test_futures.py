@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvlinker.base.futures import gather, or_else, resolved, then
+from kvlinker.base.futures import chain, completed, fall_back, gather
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -38,13 +38,13 @@ def test_a_failing_finish_is_the_outcome():
 
 
 def test_what_was_found_is_not_sought_elsewhere():
-    assert or_else(resolved(1), lambda _: pytest.fail("not needed")).result() == 1
+    assert fall_back(completed(1), lambda _: pytest.fail("not needed")).result() == 1
 
 
 def test_what_was_not_found_is_what_comes_from_elsewhere():
     found: Future[int | None] = Future()
     other: Future[int] = Future()
-    joined = or_else(found, lambda _: other)
+    joined = fall_back(found, lambda _: other)
     found.set_result(None)
     assert not joined.done()
     other.set_result(2)
@@ -52,12 +52,12 @@ def test_what_was_not_found_is_what_comes_from_elsewhere():
 
 
 def test_what_was_found_but_is_not_accepted_is_shown_to_who_seeks_elsewhere():
-    refused = or_else(
-        resolved(1), lambda value: resolved(-(value or 0)), accepts=lambda value: value > 1
+    refused = fall_back(
+        completed(1), lambda value: completed(-(value or 0)), accepts=lambda value: value > 1
     )
     assert refused.result() == -1
-    accepted = or_else(
-        resolved(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1
+    accepted = fall_back(
+        completed(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1
     )
     assert accepted.result() == 2
 
@@ -72,7 +72,7 @@ def test_whatever_fails_is_the_outcome(where):
             raise ValueError(where)
         return other
 
-    joined = or_else(found, otherwise)
+    joined = fall_back(found, otherwise)
     if where == "found":
         found.set_exception(ValueError(where))
     else:
@@ -111,7 +111,7 @@ def test_one_future_after_another() -> None:
         asked.append(value)
         return second
 
-    joined = then(first, go_on)
+    joined = chain(first, go_on)
     first.set_result(3)
     assert (asked, joined.done()) == ([3], False)
     second.set_result("done")
@@ -127,7 +127,7 @@ def test_a_failure_on_the_way_is_the_joined_ones(at: str) -> None:
             raise ValueError(at)
         return second
 
-    joined = then(first, go_on)
+    joined = chain(first, go_on)
     if at == "first":
         first.set_exception(ValueError(at))
     else:

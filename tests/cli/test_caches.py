@@ -16,7 +16,7 @@ from kvlinker.base.types.responses import KeptResponse
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ContextCache
-from kvlinker.store.inventory import LONGEST_CREATION_SECONDS
+from kvlinker.store.chunk_store import LONGEST_CREATION_SECONDS
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import free_port
 

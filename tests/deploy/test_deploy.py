@@ -189,27 +189,16 @@ def test_containers_have_keys_and_reach_redis() -> None:
     assert all(f"--from-literal={entry['key']}=" in comment for entry in secret.values())
 
 
-def test_redis_has_a_tenth_more_room_than_the_budget_and_evicts_nothing() -> None:
+def test_redis_evicts_by_itself_and_keeps_nothing() -> None:
     (container,) = manifest("Deployment", "kvlinker-redis")["spec"]["template"]["spec"][
         "containers"
     ]
-    compose = documents_of("compose.yaml")[0]["services"]
-    pairs = (
-        (container["args"], server_environment()["REDIS_SPACE"]),
-        (
-            shlex.split(compose["redis"]["command"]),
-            compose["first"]["environment"]["KVLINKER_REDIS_SPACE"],
-        ),
-    )
-    for arguments, budget in pairs:
+    command = documents_of("compose.yaml")[0]["services"]["redis"]["command"]
+    for arguments in (container["args"], shlex.split(command)):
         options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-        assert size_of(options["--maxmemory"]) == pytest.approx(1.1 * size_of(budget), rel=0.001)
-        assert (options["--maxmemory-policy"], options["--save"], options["--appendonly"]) == (
-            "noeviction",
-            "",
-            "no",
-        )
-    assert size_of(container["resources"]["limits"]["memory"]) > 1.1 * size_of("4506mb")
+        assert options["--maxmemory-policy"] == "allkeys-lru"
+        assert (options["--save"], options["--appendonly"]) == ("", "no")
+        assert size_of(options["--maxmemory"]) < size_of(container["resources"]["limits"]["memory"])
 
 
 def test_probes_and_ports() -> None:

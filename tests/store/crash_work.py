@@ -27,8 +27,9 @@ from kvlinker.cli import caches as caches_commands
 from kvlinker.llm import LLM
 from kvlinker.service.context_caches import ChunkTexts, ContextCaches
 from kvlinker.settings import load_settings
-from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, open_store
-from kvlinker.store.inventory import LONGEST_CREATION_SECONDS
+from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, open_store
+from kvlinker.store.chunk_store import LONGEST_CREATION_SECONDS
+from kvlinker.store.format.encryption import Cipher
 from kvlinker.store.rekeying import rekey
 from kvlinker.store.tiers import Tier, TierSetup, configured_tiers
 from tests.doors.http.serving import tiny_model, tiny_settings

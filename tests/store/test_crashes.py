@@ -24,9 +24,10 @@ import pytest
 
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.llm import LLM
-from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store import Catalog, StoreError
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk
+from kvlinker.store.format.encryption import Cipher
 from kvlinker.store.rekeying import rekey
 from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import RedisServer

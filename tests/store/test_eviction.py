@@ -95,14 +95,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def hold(self, key: str) -> None:
-        self.index.hold(key)
+        self.index.hold([key])
         self.held.add(key)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.held)))
-        self.index.release(key)
+        self.index.release([key])
         self.held.remove(key)
         self.make_room(0)
 

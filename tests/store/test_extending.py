@@ -122,7 +122,7 @@ def test_options_that_are_wrong_are_told(tmp_path: Path) -> None:
     ("name", "complaint"),
     [
         ("archive", r"'archive', but known tiers are device, disk, host, object, redis. Install"),
-        ("redis", "takes no options in tiers; set redis_url, redis_space"),
+        ("redis", "takes no options in tiers; set redis_url, redis_codec"),
     ],
 )
 def test_a_tier_that_the_settings_cannot_name_is_told(

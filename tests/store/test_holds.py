@@ -3,13 +3,15 @@ ends."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.base.events import Events
 from kvlinker.store import HostTier
-from kvlinker.store.holds import Hold, Holds
+from kvlinker.store.chunk_store import Hold, Holds
 
 SIZES = {"a": 3, "b": 4, "c": 5, "d": 20}
 
@@ -21,12 +23,13 @@ class Memory(HostTier):
         super().__init__(budget_bytes, Events())
         self.held: set[str] = set()
 
-    def hold(self, key: str) -> None:
-        assert key not in self.held
-        self.held.add(key)
+    def hold(self, keys: Iterable[str]) -> None:
+        assert self.held.isdisjoint(keys)
+        self.held.update(keys)
 
-    def release(self, key: str) -> None:
-        self.held.remove(key)
+    def release(self, keys: Iterable[str]) -> None:
+        assert self.held.issuperset(keys)
+        self.held.difference_update(keys)
 
 
 def sizes(keys: str) -> dict[str, int]:

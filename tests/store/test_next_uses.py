@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
-from kvlinker.store import next_uses
-from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.next_uses import LEAST_GRACE, NextUses
+from kvlinker.store import eviction
+from kvlinker.store.eviction import LEAST_GRACE, EvictionIndex, NextUses
 
 
 class Clock:
@@ -85,8 +84,8 @@ def test_expectations_end() -> None:
 
 
 def test_the_newest_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_uses, "MOST_PLANS", 2)
-    monkeypatch.setattr(next_uses, "MOST_OWNERS", 2)
+    monkeypatch.setattr(eviction, "MOST_PLANS", 2)
+    monkeypatch.setattr(eviction, "MOST_OWNERS", 2)
     uses, _ = known({"a": "one", "b": "two", "c": "three"})
     for plan in ("first", "second", "third"):
         uses.expect("one", plan, {"a": 1} if plan == "first" else {})
@@ -179,7 +178,7 @@ def test_many_plans_of_one_chunk_are_compared_once() -> None:
             return super().values()
 
     uses, _ = known({"a": "one", "b": "one"})
-    for number in range(next_uses.MOST_PLANS):
+    for number in range(eviction.MOST_PLANS):
         uses.expect("one", str(number), {"a": 50 + number, "b": 10})
     plans = uses._uses["a"].plans = Counting(uses._uses["a"].plans)
     assert {uses.due("a") for _ in range(100)} == {50}
@@ -189,7 +188,7 @@ def test_many_plans_of_one_chunk_are_compared_once() -> None:
 def test_a_chunk_that_is_another_owners_is_expected_by_that_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(next_uses, "MOST_OWNED", 2)
+    monkeypatch.setattr(eviction, "MOST_OWNED", 2)
     uses, _ = known({"a": "one", "b": "one"})
     uses.expect("one", "flow", {"a": 1, "b": 2})
     uses.listen(ChunkNamed("a", (), "two"))

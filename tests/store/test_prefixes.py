@@ -17,7 +17,8 @@ from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.format.codecs import find_codec
-from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.format.encryption import Cipher
+from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.prefixes import (
     LEFT,
     LEFT_SECONDS,
@@ -157,7 +158,7 @@ def test_lossy_codecs_are_not_used(tmp_path: Path, recorder: Recorder) -> None:
 
 
 def test_prefixes_are_encrypted_like_chunks(tmp_path: Path, recorder: Recorder) -> None:
-    disk = DiskTier(tmp_path, 1 << 20, recorder.events, sealing=Sealing(Cipher(bytes(32))))
+    disk = DiskTier(tmp_path, 1 << 20, recorder.events, sealing=sealing_of(Cipher(bytes(32))))
     store = ChunkStore([HostTier(0, recorder.events), disk], recorder.events)
     spilled = store.keep_prefixes(MODEL)
     assert spilled is not None
@@ -210,7 +211,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
 def test_the_next_process_with_the_model_takes_over_what_is_left(
     tmp_path: Path, recorder: Recorder
 ) -> None:
-    sealing = Sealing(Cipher(bytes(32)))
+    sealing = sealing_of(Cipher(bytes(32)))
 
     def opened(model: str) -> tuple[ChunkStore, SpilledPrefixes]:
         disk = DiskTier(tmp_path, 1 << 20, recorder.events, sealing=sealing)

@@ -13,7 +13,7 @@ import torch
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.engines.native import build_here
 from kvlinker.store.format.codecs import find_codec
-from kvlinker.store.format.encryption import Sealing, load_cipher
+from kvlinker.store.format.sealing import load_cipher, sealing_of
 from kvlinker_vllm.adapter import (
     BlockPool,
     CacheHitSource,
@@ -92,7 +92,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
         self._chunks = WorkerChunks(
             Path(settings.state_dir) / "chunks",
             memory_bytes=settings.host_memory if is_worker else 0,
-            sealing=Sealing(load_cipher(settings.encryption_key)),
+            sealing=sealing_of(load_cipher(settings.encryption_key)),
             codec=find_codec(settings.disk_codec),
             pins=is_worker and torch.cuda.is_available(),
         )

@@ -210,14 +210,17 @@ class Events:
     quick."""
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: list[tuple[Listener, tuple[type, ...]]] = []
 
-    def subscribe(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+    def subscribe(self, listener: Listener, *kinds: type) -> None:
+        """Deliver events of these ``kinds`` to the listener; all events without any."""
+        self._listeners.append((listener, kinds))
 
     def publish(self, event: Event) -> None:
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("A listener failed on %s.", event)
+        """Deliver the event. A listener that fails is logged."""
+        for listener, kinds in self._listeners:
+            if not kinds or type(event) in kinds:
+                try:
+                    listener(event)
+                except Exception:
+                    logger.exception("A listener failed on %s.", event)

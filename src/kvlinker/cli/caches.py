@@ -252,7 +252,7 @@ def rekey_caches(
     directory meanwhile. A run that is interrupted is finished by another with the same keys. Chunks
     in tiers that servers share are computed again.
     """
-    from kvlinker.store.format.encryption import NEW_KEY_VARIABLE, load_cipher
+    from kvlinker.store.format.sealing import NEW_KEY_VARIABLE, load_cipher
     from kvlinker.store.rekeying import rekey
 
     key = os.environ.get(NEW_KEY_VARIABLE)

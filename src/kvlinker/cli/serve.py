@@ -200,15 +200,11 @@ def _summary(
 
 
 def _shared_places(settings: Settings) -> list[str]:
-    """Return the remote tiers' places and budgets, without credentials."""
+    """Return the remote tiers' places, without credentials, and the budget of the object store."""
     from kvlinker.store.redaction import place_of
 
-    tiers = (
-        (settings.redis_url, settings.redis_space),
-        (settings.object_url, settings.object_space),
-    )
-    return [
-        f"{place_of(url.get_secret_value())} ({space.human_readable()})"
-        for url, space in tiers
-        if url and space
-    ]
+    places = [] if settings.redis_url is None else [place_of(settings.redis_url.get_secret_value())]
+    if settings.object_url and settings.object_space:
+        place = place_of(settings.object_url.get_secret_value())
+        places.append(f"{place} ({settings.object_space.human_readable()})")
+    return places

@@ -65,7 +65,6 @@ class Options(TypedDict, total=False):
     disk_codec: str | None
     eviction: Eviction | None
     redis_url: str | None
-    redis_space: Size | None
     redis_codec: str | None
     redis_prefix: str | None
     object_url: str | None

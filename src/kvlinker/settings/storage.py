@@ -21,7 +21,7 @@ _SQLITE = "sqlite:///"
 _RAW = "raw"
 """The codec that changes nothing. Settings without another codec need neither those nor torch."""
 
-SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
+SHARED_TIER_SETTINGS = ("redis_url", "redis_prefix", "object_url", "object_space")
 
 
 class StorageSettings(BaseSettings):
@@ -65,10 +65,8 @@ class StorageSettings(BaseSettings):
         default=None,
         description=(
             "Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+            " Its maxmemory is the tier's budget; an empty URL turns the tier off."
         ),
-    )
-    redis_space: ByteSize = Field(
-        default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers."
     )
     redis_codec: str = Field(default=_RAW, description="How KV is written to Redis, as disk_codec.")
     redis_prefix: str = Field(
@@ -137,6 +135,11 @@ class StorageSettings(BaseSettings):
     def searchable(self) -> bool:
         """True if chunks' texts are indexed to be searched."""
         return self.search == "on" or (self.search == "auto" and self.encryption_key is None)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _no_redis(cls, value: SecretStr | None) -> SecretStr | None:
+        return value or None
 
     @field_validator("catalog_url")
     @classmethod

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.events import Events
+from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.base.types.context_cache import (
     UNCHANGED,
@@ -21,8 +21,8 @@ from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.catalog.room import Room
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
-from kvlinker.store.format.encryption import Cipher, load_cipher
-from kvlinker.store.next_uses import NextUses
+from kvlinker.store.eviction import NextUses
+from kvlinker.store.format.sealing import load_cipher
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.configured import StoreSettings, TierSetup, configured_tiers
@@ -33,12 +33,13 @@ from kvlinker.store.tiers.host import HostTier
 if TYPE_CHECKING:
     import torch
 
+    from kvlinker.store.format.encryption import Cipher
+
 __all__ = [
     "UNCHANGED",
     "Catalog",
     "ChunkKV",
     "ChunkStore",
-    "Cipher",
     "ContextCache",
     "DeviceTier",
     "DiskTier",
@@ -82,7 +83,7 @@ def open_store(
     """
     host_bytes = settings.host_memory if host_bytes is None else host_bytes
     next_uses = NextUses(events)
-    events.subscribe(next_uses.listen)
+    events.subscribe(next_uses.listen, ChunkNamed)
     setup = TierSetup(
         settings,
         events,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvlinker.base.types.chunk_scores import ChunkScores
@@ -53,7 +53,8 @@ class LayerKV:
     @property
     def nbytes(self) -> int:
         """The bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        index = 0 if self.index is None else self.index.nbytes
+        return self.key.nbytes + self.value.nbytes + index
 
     @property
     def is_joined(self) -> bool:
@@ -143,20 +144,21 @@ class ChunkKV:
     contexts: int = 1
     """The number of contexts that the chunk was computed in; the KV is the mean over them."""
 
+    nbytes: int = field(init=False, compare=False)
+    """The bytes of all layers, of the scores and of the states."""
+
     def __post_init__(self) -> None:
         """Raises ValueError if neither layers nor ``tokens`` say how many tokens there are."""
         if self.layers:
             object.__setattr__(self, "tokens", int(self.layers[0].key.shape[1]))
         elif not self.tokens:
             raise ValueError("a chunk without KV needs its number of tokens")
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all layers, of the scores and of the states."""
-        scores = 0 if self.scores is None else self.scores.nbytes
-        states = sum(state.nbytes for state in self.states)
-        layers = sum(layer.nbytes for layer in self.layers)
-        return scores + states + layers
+        nbytes = 0 if self.scores is None else self.scores.nbytes
+        for layer in self.layers:
+            nbytes += layer.nbytes
+        for state in self.states:
+            nbytes += state.nbytes
+        object.__setattr__(self, "nbytes", nbytes)
 
     def layer(self, index: int) -> LayerKV:
         """Return one layer, as ``ArrivingKV.layer`` does. Raises IndexError."""

@@ -8,25 +8,29 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import islice
+from socket import gethostname
 
 from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
+from kvlinker.base.futures import completed
+from kvlinker.base.types.residency import MEMORY
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.inventory import Inventory
+from kvlinker.store.eviction import NextUses, use_weight
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.memory.resident import Residence
-from kvlinker.store.next_uses import NextUses
 from kvlinker.store.prefixes import SpilledPrefixes, remove_left
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
-from kvlinker.store.tiers.base import Tier, lacks_scores
+from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
@@ -34,11 +38,111 @@ from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
+LONGEST_CREATION_SECONDS = 3600.0
+"""The seconds during which a chunk's KV may be stored, or found, before its creation is over, and
+the catalog has its context cache."""
+
+
 DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
 SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
-class ChunkStore(Inventory):
+class Holds:
+    """Counts the requests that use each chunk. Any thread may call the methods of this and of each
+    ``Hold``."""
+
+    def __init__(self, tiers: Sequence[HostTier]) -> None:
+        """``tiers`` are those in memory; the smallest budget limits the chunks in use."""
+        self._tiers = tuple(tiers)
+        self.lock = threading.Lock()
+        """Guards the counts here and those of each ``Hold``."""
+
+        self._uses: Counter[str] = Counter()
+        self._nbytes: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all chunks in use, each counted once."""
+        with self.lock:
+            return sum(self._nbytes.values())
+
+    def awaited_bytes(self, has: Callable[[str], bool]) -> int:
+        """Return the bytes of the chunks in use that memory does not have yet; ``has`` returns
+        whether it has a chunk."""
+        with self.lock:
+            return sum(nbytes for key, nbytes in self._nbytes.items() if not has(key))
+
+    def take(self, sizes: Mapping[str, int]) -> Hold | None:
+        """Hold these chunks, whose bytes are ``sizes``, in memory or on their way there; None if
+        the chunks in use would exceed the budget. If none is in use, even chunks that exceed it
+        alone are held."""
+        with self.lock:
+            used = sum(self._nbytes.values())
+            if sizes and used:
+                new = sum(nbytes for key, nbytes in sizes.items() if key not in self._uses)
+                if used + new > min(tier.budget_bytes for tier in self._tiers):
+                    return None
+            return Hold(self, sizes)
+
+    def begin(self, keys: Collection[str], sizes: Mapping[str, int]) -> None:
+        """Count one more request for each of the keys; the lock is held."""
+        new = []
+        for key in keys:
+            self._uses[key] += 1
+            if self._uses[key] == 1:
+                self._nbytes[key] = sizes[key]
+                new.append(key)
+        if new:
+            for tier in self._tiers:
+                tier.hold(new)
+
+    def end(self, keys: Collection[str]) -> None:
+        """Count one request less for each of the keys; the lock is held."""
+        self._uses.subtract(list(keys))
+        unused = [key for key in keys if not self._uses[key]]
+        for key in unused:
+            del self._uses[key], self._nbytes[key]
+        for tier in self._tiers:
+            tier.release(unused)
+
+
+class Hold:
+    """The chunks that one request uses, until it is released."""
+
+    def __init__(self, holds: Holds, sizes: Mapping[str, int]) -> None:
+        """Hold these chunks; the lock is held."""
+        self._holds = holds
+        self.keys = set(sizes)
+        self.users = 1
+        holds.begin(sizes, sizes)
+
+    def extend(self, sizes: Mapping[str, int]) -> None:
+        """Hold these chunks too, whose bytes are ``sizes``, also beyond the budget. Does nothing
+        after the release."""
+        with self._holds.lock:
+            new = sizes.keys() - self.keys
+            if self.users and new:
+                self._holds.begin(new, sizes)
+                self.keys |= new
+
+    def share(self) -> Hold:
+        """Return this hold, which has to be released once more now."""
+        with self._holds.lock:
+            assert self.users, "a released hold cannot be shared"
+            self.users += 1
+        return self
+
+    def release(self) -> None:
+        """Release the chunks, unless another holder shares this hold."""
+        with self._holds.lock:
+            assert self.users, "a hold was released more often than shared"
+            self.users -= 1
+            if not self.users:
+                self._holds.end(self.keys)
+                self.keys.clear()
+
+
+class ChunkStore:
     """Keeps KV in tiers from the fastest to the slowest. It is written through to all, and again
     when it is promoted on use: a slower tier that has it takes that as a use, one that lost it has
     it back.
@@ -80,7 +184,14 @@ class ChunkStore(Inventory):
             tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle)
             for tier in tiers[1:]
         }
-        super().__init__(tiers[0], tiers[1:], writers, device)
+        self._host = tiers[0]
+        self._slower = tuple(tiers[1:])
+        self._tiers = (self._host, *self._slower)
+        self._device = device
+        self._in_memory = (self._host,) if device is None else (device, self._host)
+        self._all_tiers: tuple[Tier, ...] = (*self._in_memory, *self._slower)
+        self._writers = writers
+        self._holds = Holds(self._in_memory)
         self._events = events
         self.next_uses = next_uses or NextUses(events)
         # makes queueing and the first tier's put one step; guards the two counts
@@ -143,11 +254,13 @@ class ChunkStore(Inventory):
 
         Publishes only hits.
         """
-        epoch = self._delete_epoch()
         started = time.perf_counter()
-        if self._device is not None and (kv := self._device.get(key)) is not None:
-            self._publish_loaded(self._device.name, kv, time.perf_counter() - started)
+        first = self._in_memory[0]
+        kv = first.get(key)
+        if kv is not None:
+            self._publish_loaded(first.name, kv, time.perf_counter() - started)
             return kv
+        epoch = self._delete_epoch()
         kv = self._host.get(key)
         if kv is None:
             stored = self._waiting(key)
@@ -172,11 +285,20 @@ class ChunkStore(Inventory):
         """
         share = urgency.prefill / max(1, len(keys))
         prefill = math.inf if urgency.decided else share
-        chunks = [self._begun(key, prefill) for key in keys]
-        missing = [chunk for chunk in chunks if not chunk.begun.done()]
+        futures: list[Future[KV | None]] = []
+        missing = []
+        for key in keys:
+            kv = self.get_resident(key)
+            if kv is not None:
+                futures.append(completed(kv))
+                continue
+            chunk = self._chunk_load(key, prefill)
+            futures.append(chunk.begun)
+            if not chunk.begun.done():
+                missing.append(chunk)
         if missing:
             self._loader.load(missing, replace(urgency, prefill=share * len(missing)), ahead=ahead)
-        return [chunk.begun for chunk in chunks]
+        return futures
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """Return the expected time of reading these chunks, each from the fastest tier that has it;
@@ -233,6 +355,156 @@ class ChunkStore(Inventory):
     def bandwidths(self) -> Bandwidths:
         """The measured bandwidths of the tiers."""
         return self._loader.bandwidths
+
+    def is_resident(self, key: str) -> bool:
+        """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
+        for tier in self._in_memory:
+            if tier.contains(key):
+                return True
+        return self._waiting(key) is not None
+
+    def tier_of(self, key: str) -> str | None:
+        """Return the name of the fastest tier that has the chunk. Does not count as a use."""
+        for tier in self._in_memory:
+            if tier.contains(key):
+                return tier.name
+        if self._waiting(key) is not None:
+            return self._host.name
+        return next((tier.name for tier in self._slower if tier.contains(key)), None)
+
+    def nbytes(self, key: str) -> int | None:
+        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as
+        a use."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting.nbytes
+        return next(
+            (size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None
+        )
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Note that a request has used the chunk, computing this share of its tokens again: the
+        smaller the share, the more the use counts in tiers that evict by reuse. Call it once per
+        request and place in its prompt."""
+        for tier in self._all_tiers:
+            tier.note_use(key, use_weight(recomputed))
+
+    def hold(self, sizes: Mapping[str, int]) -> Hold | None:
+        """Keep these chunks, whose bytes are ``sizes``, in memory from their arrival until the
+        result is released; None if the held chunks would exceed memory's budget.
+
+        If no others are held, those that exceed the budget alone are held too, so that any prompt
+        can be computed.
+        """
+        return self._holds.take(sizes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all chunks that are held."""
+        return self._holds.nbytes
+
+    def make_room_for(self, key: str, nbytes: int) -> bool:
+        """Make room in memory for a chunk that is expected, where others of its owner are needed
+        later and their room suffices; returns whether there is room, in addition to held chunks
+        that have not arrived."""
+        awaited = self._holds.awaited_bytes(self._host.contains)
+        return self._host.make_room_for(key, nbytes + awaited)
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """Pin these keys in the tiers, and unpin all others; see ``Tier.set_pinned``."""
+        for tier in self._all_tiers:
+            tier.set_pinned(keys)
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys of all chunks that the store has."""
+        return self._keys(self._all_tiers)
+
+    def own_places(self, *, limit: int) -> dict[str, str]:
+        """Return the fastest tier of this store alone that has a chunk, by chunk key: ``MEMORY``
+        for everything in memory or waiting to be written; of each slower tier, the ``limit`` chunks
+        that it evicts last."""
+        places: dict[str, str] = {}
+        for tier in reversed(self._slower):
+            if not tier.shared:
+                places |= dict.fromkeys(tier.keys()[-limit:], tier.name)
+        return places | dict.fromkeys(self._keys(self._in_memory), MEMORY)
+
+    def slower_tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
+        return self._slower
+
+    def left_keys(self) -> frozenset[str]:
+        """Return the keys of all chunks on disks of this store alone that no process has written or
+        used for ``LONGEST_CREATION_SECONDS``: those that no context cache holds are left over."""
+        disks = (tier for tier in self._tiers if isinstance(tier, DiskTier))
+        return frozenset().union(*(disk.unused_for(LONGEST_CREATION_SECONDS) for disk in disks))
+
+    def stored_here(self, keys: Set[str]) -> frozenset[str]:
+        """Return those of the keys that tiers of this store alone, its device's included, know of,
+        or that wait to be written."""
+        known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
+        waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
+        return frozenset().union(*known, *waiting)
+
+    def lacks_scores(self, key: str) -> bool:
+        """Return whether the fastest copy of the chunk on the host or below has no scores, or no
+        sensitivity among them; False if there is no copy. Counts as a use, and reads a header where
+        the chunk is not in memory."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting.scores is None or waiting.scores.sensitivity is None
+        tier = next((tier for tier in self._tiers if tier.contains(key)), None)
+        return tier is not None and lacks_scores(tier, key)
+
+    @property
+    def largest_budget_bytes(self) -> int:
+        """The budget of the tier of this store alone that has the largest."""
+        return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
+
+    def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
+        """Return the size of these chunks in each tier, from the fastest to the slowest; takes time
+        for many."""
+        usages = []
+        for tier in self._all_tiers:
+            sizes = tier.sizes(keys)
+            known = sizes or {}
+            usages.append(
+                TierUsage(
+                    tier.name,
+                    sum(known.values()),
+                    tier.budget_bytes,
+                    len(known),
+                    reachable=sizes is not None,
+                )
+            )
+        return tuple(usages)
+
+    @property
+    def largest_budget(self) -> int:
+        """The bytes that the tier with most room may keep."""
+        return max(tier.budget_bytes for tier in self._all_tiers)
+
+    def usage(self) -> tuple[TierUsage, ...]:
+        """Return how full each tier is, from the fastest to the slowest."""
+        return tuple(
+            TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier))
+            for tier in self._all_tiers
+        )
+
+    def places(self) -> dict[str, str]:
+        """Return a name, which reveals nothing, for the place of each tier outside memory: stores
+        whose places have the same name share the tier."""
+        return {
+            tier.name: sha256(
+                f"{'' if tier.shared else gethostname()} {tier.speed_name}".encode()
+            ).hexdigest()[:16]
+            for tier in self._slower
+        }
+
+    def check(self) -> tuple[TierCheck, ...]:
+        """Read and verify every stored copy, drop the damaged ones, and return one result per
+        tier."""
+        return tuple(tier.check() for tier in self._all_tiers)
 
     def put(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller
@@ -333,15 +605,10 @@ class ChunkStore(Inventory):
                 device.put(key, copied)
         return copied
 
-    def _begun(self, key: str, prefill_seconds: float) -> ChunkLoad:
-        """Return a chunk that is found or missed already, or is to be read from a tier that
-        delivers it in the time in which it could be computed."""
+    def _chunk_load(self, key: str, prefill_seconds: float) -> ChunkLoad:
+        """Return the load of a chunk that is not in memory: missed already, or to be read from a
+        tier that delivers it in the time in which it could be computed."""
         epoch = self._delete_epoch()
-        kv = self.get_resident(key)
-        if kv is not None:
-            found = ChunkLoad(key, lambda _: None)
-            found.begun.set_result(kv)
-            return found
         tiers = [
             tier
             for tier in self._slower
@@ -400,3 +667,14 @@ class ChunkStore(Inventory):
         with self._lock:
             if tiers and epoch is not None and epoch == self._delete_epoch():
                 self._place(key, kv, stored, tiers)
+
+    def _waiting(self, key: str) -> ChunkKV | None:
+        for writer in self._writers.values():
+            kv = writer.get(key)
+            if kv is not None:
+                return kv
+        return None
+
+    def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
+        waiting = [writer.keys() for writer in self._writers.values()]
+        return frozenset().union(*waiting, *(tier.keys() for tier in tiers))

@@ -1,16 +1,21 @@
-"""Accounts for the chunks of a tier: sizes by key under a budget, in the order of their eviction;
-pinned keys stay, and so do held ones, which are in use."""
+"""Selects the chunks that a tier evicts: ``EvictionIndex`` keeps a tier's keys in the order of
+eviction, and ``NextUses`` the predicted uses, by which a chunk that is needed soon is spared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Set
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple, TypeVar
 
 from sortedcontainers import SortedDict
 
+from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
 from kvlinker.base.types.chunks import Eviction
-from kvlinker.store.next_uses import MOST_COMPARED, NextUses
 
 PINNED_SHARE = 0.8
 """The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others,
@@ -25,6 +30,25 @@ MOST_REUSE = 256.0
 evicted later."""
 
 
+MOST_OWNED = 65_536
+"""The most chunks whose owners are remembered; those that were named last stay."""
+
+MOST_PLANS = 64
+"""The most plans of one owner that count; the newest stay."""
+
+MOST_OWNERS = 256
+"""The most owners whose plans count; the most recent ones stay."""
+
+LEAST_GRACE = 30.0
+"""The seconds that a chunk is at least still expected after it was due; otherwise as long as it was
+ahead."""
+
+MOST_COMPARED = 1024
+"""The most chunks, the next to be evicted first, that are compared by their next uses."""
+
+T = TypeVar("T", bound=Hashable)
+
+
 def use_weight(recomputed: float) -> float:
     """Return the addend of a use to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1
     / LEAST_SHARE.
@@ -35,23 +59,24 @@ def use_weight(recomputed: float) -> float:
     return 1 / min(1.0, max(recomputed, LEAST_SHARE))
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A key's size and uses."""
-
-    nbytes: int
-    reuse: float
-    """The sum of the weights of its uses."""
-    rank: tuple[float, int]
-    """The priority and the time of the last use; the lowest is evicted first."""
-
-
 class _Group:
     """Keys that are evicted alike, by rank, and the sum of their bytes."""
 
     def __init__(self) -> None:
         self.keys: MutableMapping[tuple[float, int], str] = SortedDict()
         self.nbytes = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A key's size, uses and group."""
+
+    nbytes: int
+    reuse: float
+    """The sum of the weights of its uses."""
+    rank: tuple[float, int]
+    """The priority and the time of the last use; the lowest is evicted first."""
+    group: _Group
 
 
 class EvictionIndex:
@@ -122,66 +147,79 @@ class EvictionIndex:
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Pin these keys and no others, whether they are present or not."""
-        keys = frozenset(keys)
-        changed = [
-            (key, self._taken(key)) for key in keys ^ self._pinned_keys if key in self._entries
-        ]
-        self._pinned_keys = keys
-        for key, entry in changed:
-            self._enter(key, entry)
+        changed = keys ^ self._pinned_keys
+        self._pinned_keys = frozenset(keys)
+        for key in changed & self._entries.keys():
+            self._move(key, self._group(key))
 
     def is_held(self, key: str) -> bool:
         """Return whether the key is held, present or not."""
         return key in self._held_keys
 
-    def hold(self, key: str) -> None:
-        """Keep the key, present or not, from eviction until it is released."""
-        self._set_held(key, held=True)
+    def hold(self, keys: Iterable[str]) -> None:
+        """Keep the keys, present or not, from eviction until they are released."""
+        for key in keys:
+            self._held_keys.add(key)
+            if key in self._entries:
+                self._move(key, self._held)
 
-    def release(self, key: str) -> None:
-        """Allow the key's eviction again. Call ``make_room(0)`` then: held keys may have taken more
+    def release(self, keys: Iterable[str]) -> None:
+        """Allow the keys' eviction again. Call ``make_room(0)`` then: held keys may have taken more
         than the budget."""
-        self._set_held(key, held=False)
+        for key in keys:
+            self._held_keys.discard(key)
+            if key in self._entries:
+                self._move(key, self._group(key))
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
         """Note a use, now the last one, that adds ``weight`` to the sum of the key's uses; returns
         False if it is absent."""
-        if key not in self._entries:
+        entry = self._entries.get(key)
+        if entry is None:
             return False
-        entry = self._taken(key)
-        self._enter(key, self._used(entry.nbytes, min(entry.reuse + weight, MOST_REUSE)))
+        del entry.group.keys[entry.rank]
+        entry.reuse = min(entry.reuse + weight, MOST_REUSE)
+        self._uses += 1
+        entry.rank = (self._age + entry.reuse if self._by_reuse else 0.0, self._uses)
+        entry.group.keys[entry.rank] = key
         return True
 
     def add(self, key: str, nbytes: int) -> None:
         """Add an absent key, now used last. Does not look at the budget: call ``make_room``
         first."""
-        self._enter(key, self._used(nbytes, use_weight(1.0)))
+        self._uses += 1
+        reuse = use_weight(1.0)
+        rank = self._age + reuse if self._by_reuse else 0.0, self._uses
+        group = self._group(key)
+        self._entries[key] = _Entry(nbytes, reuse, rank, group)
+        group.keys[rank] = key
+        group.nbytes += nbytes
 
     def fill(self, sizes: Iterable[tuple[str, int]]) -> None:
         """Add all of these, in this order, to an index that is empty; quicker than one by one."""
         assert not self._entries
         assert not self._held_keys
-        once = use_weight(1.0)
-        priority = self._priority(once)
-        self._entries = {
-            key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)
+        reuse = use_weight(1.0)
+        priority = self._age + reuse if self._by_reuse else 0.0
+        ranked: dict[_Group, list[tuple[tuple[float, int], str]]] = {
+            self._evictable: [],
+            self._pinned: [],
         }
-        self._uses = len(self._entries)
-        pinned = {self._entries[key].rank: key for key in self._pinned_keys & self._entries.keys()}
-        self._pinned.keys.update(pinned)
-        self._pinned.nbytes = sum(self._entries[key].nbytes for key in pinned.values())
-        self._evictable.keys.update(
-            (entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned
-        )
-        self._evictable.nbytes = (
-            sum(entry.nbytes for entry in self._entries.values()) - self._pinned.nbytes
-        )
+        for key, nbytes in sizes:
+            self._uses += 1
+            group = self._group(key)
+            entry = _Entry(nbytes, reuse, (priority, self._uses), group)
+            self._entries[key] = entry
+            ranked[group].append((entry.rank, key))
+            group.nbytes += nbytes
+        for group, keys in ranked.items():
+            group.keys.update(keys)
 
     def remove(self, key: str) -> bool:
         """Forget the key; returns False if it was absent."""
         if key not in self._entries:
             return False
-        self._taken(key)
+        self._take_out(key)
         return True
 
     def fits(self, nbytes: int) -> bool:
@@ -207,7 +245,7 @@ class EvictionIndex:
                 key = next(iter(self._pinned.keys.values()))
             else:
                 break
-            removed.append((key, self._taken(key).nbytes))
+            removed.append((key, self._take_out(key)))
         return removed
 
     def make_room_for(self, key: str, nbytes: int) -> list[tuple[str, int]] | None:
@@ -222,45 +260,182 @@ class EvictionIndex:
                 lacking -= self._entries[other].nbytes
                 if lacking <= 0:
                     break
-        return None if lacking > 0 else [(other, self._taken(other).nbytes) for other in removed]
+        return None if lacking > 0 else [(other, self._take_out(other)) for other in removed]
 
     def _next(self) -> Iterable[str]:
         """Return the keys that are evicted next."""
         return islice(self._evictable.keys.values(), MOST_COMPARED)
-
-    def _set_held(self, key: str, *, held: bool) -> None:
-        entry = self._taken(key) if key in self._entries else None
-        if held:
-            self._held_keys.add(key)
-        else:
-            self._held_keys.discard(key)
-        if entry is not None:
-            self._enter(key, entry)
-
-    def _priority(self, reuse: float) -> float:
-        """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
-        return self._age + reuse if self._by_reuse else 0.0
-
-    def _used(self, nbytes: int, reuse: float) -> _Entry:
-        """Return the entry of a key that is used now."""
-        self._uses += 1
-        return _Entry(nbytes, reuse, (self._priority(reuse), self._uses))
 
     def _group(self, key: str) -> _Group:
         if key in self._held_keys:
             return self._held
         return self._pinned if key in self._pinned_keys else self._evictable
 
-    def _enter(self, key: str, entry: _Entry) -> None:
-        self._entries[key] = entry
-        group = self._group(key)
+    def _move(self, key: str, group: _Group) -> None:
+        """Move a present key to the group."""
+        entry = self._entries[key]
+        del entry.group.keys[entry.rank]
+        entry.group.nbytes -= entry.nbytes
         group.keys[entry.rank] = key
         group.nbytes += entry.nbytes
+        entry.group = group
 
-    def _taken(self, key: str) -> _Entry:
-        """Remove a present key; returns its entry."""
+    def _take_out(self, key: str) -> int:
+        """Remove a present key; returns its bytes."""
         entry = self._entries.pop(key)
-        group = self._group(key)
-        del group.keys[entry.rank]
-        group.nbytes -= entry.nbytes
-        return entry
+        del entry.group.keys[entry.rank]
+        entry.group.nbytes -= entry.nbytes
+        return entry.nbytes
+
+
+class _Due(NamedTuple):
+    """When a chunk is expected to be used, and until when that is believed, by the clock."""
+
+    at: float
+    until: float
+
+
+class _Uses:
+    """The predicted uses of one chunk, by plan. The earliest use is cached until a use is over,
+    because evictions look at many chunks at a time."""
+
+    __slots__ = ("_first", "plans")
+
+    def __init__(self) -> None:
+        self.plans: dict[str, _Due] = {}
+        self._first: _Due | None = None
+
+    def expect(self, plan: str, due: _Due) -> None:
+        """Expect a use under this plan."""
+        self.plans[plan] = due
+        self._first = None
+
+    def forget(self, plan: str) -> None:
+        """Expect no use under this plan."""
+        self.plans.pop(plan, None)
+        self._first = None
+
+    def due(self, now: float) -> float:
+        """Return when the next use is expected; infinity if none is."""
+        if self._first is None or self._first.until <= now:
+            live = (due for due in self.plans.values() if due.until > now)
+            self._first = min(live, default=_Due(math.inf, math.inf))
+        return self._first.at
+
+
+class NextUses:
+    """Knows which chunks are expected to be used, and when. Expectations never cost another owner
+    anything: where a chunk would be evicted that its owner needs soon, another one of the same
+    owner goes instead. Methods may be called from any thread."""
+
+    def __init__(self, events: Events, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events = events
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._owners: OrderedDict[str, str] = OrderedDict()  # by chunk key
+        # The keys that an owner's plans expect.
+        self._plans: OrderedDict[str, OrderedDict[str, set[str]]] = OrderedDict()
+        self._uses: dict[str, _Uses] = {}  # by chunk key
+
+    def listen(self, event: Event) -> None:
+        """Take note of chunks' owners; ``Events.subscribe`` takes this."""
+        if isinstance(event, ChunkNamed):
+            with self._lock:
+                before = self._owners.pop(event.chunk_key, event.owner)
+                if before != event.owner:
+                    self._disown(event.chunk_key, before)
+                self._owners[event.chunk_key] = event.owner
+                if len(self._owners) > MOST_OWNED:
+                    self._disown(*self._owners.popitem(last=False))
+
+    def expect(self, owner: str, plan: str, seconds: Mapping[str, float]) -> None:
+        """Predict the next use of the owner's chunks in ``seconds``, by key, in place of all that
+        this plan expected. Chunks of other owners, shared ones too, do not count."""
+        now = self._clock()
+        with self._lock:
+            plans = self._plans.setdefault(owner, OrderedDict())
+            self._plans.move_to_end(owner)
+            if len(self._plans) > MOST_OWNERS:
+                for other, keys in self._plans.popitem(last=False)[1].items():
+                    self._forget(other, keys)
+            self._forget(plan, plans.pop(plan, ()))
+            plans[plan] = {key for key in seconds if self._owners.get(key) == owner}
+            for key in plans[plan]:
+                at = now + seconds[key]
+                due = _Due(at, at + max(seconds[key], LEAST_GRACE))
+                self._uses.setdefault(key, _Uses()).expect(plan, due)
+            if len(plans) > MOST_PLANS:
+                self._forget(*plans.popitem(last=False))
+
+    def used(self, owner: str, plan: str, keys: Set[str]) -> None:
+        """Expect these chunks no more under this plan: it uses them now."""
+        with self._lock:
+            plans = self._plans.get(owner)
+            expected = plans.get(plan, set()) if plans else set[str]()
+            self._forget(plan, keys & expected)
+            expected -= keys
+
+    def due(self, key: str) -> float:
+        """Return when the chunk is expected to be used next, by the clock; infinity if no use is
+        expected."""
+        with self._lock:
+            return self._due(key, self._clock())
+
+    def needed_last(self, keys: Iterable[str]) -> str:
+        """Return which of these ``keys``, the next to be evicted first, goes: the first, or, if
+        that is expected, the one of its owner that is needed last."""
+        line = iter(keys)
+        first = next(line)
+        with self._lock:
+            now = self._clock()
+            owner = self._owners.get(first, "")
+            if self._due(first, now) == math.inf:
+                return first
+            own = (key for key in line if self._owners.get(key) == owner)
+            found = needed_last([first, *own], lambda key: self._due(key, now))
+        if found != first:
+            self._events.publish(ChunkSpared())
+        return found
+
+    def needed_later(self, key: str, keys: Iterable[str]) -> list[str]:
+        """Return which of these ``keys`` are the owner's of ``key`` and needed later than it, those
+        that are needed last first."""
+        with self._lock:
+            now = self._clock()
+            owner, due = self._owners.get(key), self._due(key, now)
+            dues = {each: self._due(each, now) for each in keys if self._owners.get(each) == owner}
+        later = [each for each, at in dues.items() if at > due]
+        return sorted(later, key=lambda each: -dues[each])
+
+    def _due(self, key: str, now: float) -> float:
+        uses = self._uses.get(key)
+        return math.inf if uses is None else uses.due(now)
+
+    def _disown(self, key: str, owner: str) -> None:
+        """Expect no uses of a chunk by who was its owner; the lock is held."""
+        if self._uses.pop(key, None) is not None:
+            for keys in self._plans[owner].values():
+                keys.discard(key)
+
+    def _forget(self, plan: str, keys: Iterable[str]) -> None:
+        """Expect no uses of these chunks under this plan; the lock is held."""
+        for key in keys:
+            uses = self._uses[key]
+            uses.forget(plan)
+            if not uses.plans:
+                del self._uses[key]
+
+
+def needed_last(candidates: Iterable[T], due: Callable[[T], float]) -> T:
+    """Return the first candidate without an expected use (whose ``due`` is infinity), or else the
+    one that is due last."""
+    best: T | None = None
+    latest = -math.inf
+    for candidate in candidates:
+        at = due(candidate)
+        if at > latest:
+            best, latest = candidate, at
+        if latest == math.inf:
+            break
+    assert best is not None, "there are no candidates"
+    return best

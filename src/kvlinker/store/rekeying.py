@@ -15,8 +15,9 @@ from kvlinker.store.catalog.encryption import change_key
 from kvlinker.store.format.byte_source import Bytes, FileSource
 from kvlinker.store.format.chunk_file import open_chunk, open_regular
 from kvlinker.store.format.compression import UnreadableHereError
-from kvlinker.store.format.encryption import Cipher, SealedDataError, Sealing
+from kvlinker.store.format.encryption import Cipher
 from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.format.sealing import SealedDataError, Sealing, sealing_of
 from kvlinker.store.prefixes import remove_left
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
@@ -54,7 +55,7 @@ def rekey(
         database.compact()  # also if a run before this one was broken off in between
         remove_left(chunks, older_than=-math.inf)
         try:
-            return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
+            return _rekey_files(ChunkFolder(chunks), sealing_of(old), sealing_of(new), progress)
         except OSError as error:
             raise StoreError(
                 f"A chunk file below {chunks} was not encrypted anew: {error}. Run this again with"

@@ -96,7 +96,9 @@ class Speeds:
     def of(self, name: str) -> tuple[float, ...] | None:
         """Return the values under the name; None if they were not measured, or too long ago."""
         measured = self._measured.get(name)
-        return None if measured is None or measured.stale else measured.values
+        if measured is None or abs(time.time() - measured.measured_at) > STALE_SECONDS:
+            return None
+        return measured.values
 
     def note(self, name: str, values: Sequence[float]) -> None:
         """Record these values as the current ones. They are saved soon if they are new, or have

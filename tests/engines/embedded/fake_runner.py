@@ -32,7 +32,7 @@ from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, T
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store import HostTier, LayerKV, Speeds
-from kvlinker.store.holds import Holds
+from kvlinker.store.chunk_store import Holds
 from kvlinker.store.loading.arriving import ArrivingKV
 
 LAYERS = 3

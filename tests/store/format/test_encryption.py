@@ -28,8 +28,10 @@ from kvlinker.store import (
 )
 from kvlinker.store.format import encryption as module
 from kvlinker.store.format.byte_source import BufferSource
-from kvlinker.store.format.encryption import NOT_SEALED, Cipher, SealedDataError, Sealing
-from kvlinker.store.tiers import BlobTier, object_tier
+from kvlinker.store.format.encryption import Cipher
+from kvlinker.store.format.sealing import NOT_SEALED, SealedDataError, Sealing, sealing_of
+from kvlinker.store.remote.blob_tier import BlobTier
+from kvlinker.store.remote.objects import object_tier
 from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
@@ -52,14 +54,14 @@ def sealed(
     """``plain`` in pieces, cut at these places."""
     edges = [0, *sorted(cut % (len(plain) + 1) for cut in cuts), len(plain)]
     pieces = [memoryview(plain[begin:end]) for begin, end in itertools.pairwise(edges)]
-    sealing = Sealing(Cipher(cipher))
+    sealing = sealing_of(Cipher(cipher))
     data = bytearray(b"".join(sealing.pieces(key, len(plain), pieces)))
     assert len(data) == sealing.nbytes(len(plain))
     return data
 
 
 def source_of(data: bytes | bytearray, key: str = key_of(1), cipher: bytes = KEY):
-    return Sealing(Cipher(cipher)).source(
+    return sealing_of(Cipher(cipher)).source(
         key, BufferSource(np.frombuffer(bytes(data), dtype=np.uint8))
     )
 
@@ -169,7 +171,7 @@ def test_the_disk_tier_keeps_no_plain_bytes(tmp_path: Path) -> None:
         return DiskTier(tmp_path, 1 << 20, recorder.events, sealing=sealing)
 
     kv = chunk_kv(1)
-    encrypted = tier(Sealing(Cipher(KEY)))
+    encrypted = tier(sealing_of(Cipher(KEY)))
     assert encrypted.put(key_of(1), kv)
     (file,) = tmp_path.rglob("*.safetensors")
     assert encrypted.used_bytes == file.stat().st_size
@@ -177,16 +179,16 @@ def test_the_disk_tier_keeps_no_plain_bytes(tmp_path: Path) -> None:
     raw = kv.layers[0].key.view(torch.uint8).numpy().tobytes()
     assert raw not in data
     assert key_of(1).encode() not in data
-    found = tier(Sealing(Cipher(KEY))).get(key_of(1))
+    found = tier(sealing_of(Cipher(KEY))).get(key_of(1))
     assert found is not None
     assert same_kv(found, kv)
     assert encrypted.check().damaged == ()
     other = tmp_path / key_of(2)[:2]
     other.mkdir(exist_ok=True)
     file.rename(other / f"{key_of(2)}.safetensors")
-    assert tier(Sealing(Cipher(KEY))).get(key_of(2)) is None
+    assert tier(sealing_of(Cipher(KEY))).get(key_of(2)) is None
     assert len(recorder.of(ChunkDamaged)) == 1
-    for wrong in (Sealing(Cipher(OTHER)), NOT_SEALED):
+    for wrong in (sealing_of(Cipher(OTHER)), NOT_SEALED):
         assert encrypted.put(key_of(3), kv)
         assert tier(wrong).get(key_of(3)) is None
         encrypted.delete(key_of(3))

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from kvlinker.base.events import Events
 from kvlinker.store import DiskTier, Speeds
 from kvlinker.store.format.codecs import find_codec
-from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.format.encryption import Cipher
+from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.loading.bandwidths import DRIFT_NOTES, Bandwidths, LoadTime, TimedRead
-from kvlinker.store.tiers import object_tier, redis_tier
+from kvlinker.store.remote.objects import object_tier
+from kvlinker.store.remote.redis import redis_tier
 
 
 def noted(*rates: float) -> Bandwidths:
@@ -99,7 +101,11 @@ def test_what_an_earlier_process_measured_is_known_but_not_fresh() -> None:
 def test_names_tell_apart_all_that_speed_depends_on(tmp_path: Path) -> None:
     def disk(folder: str, codec: str, cipher: Cipher | None = None) -> str:
         made = DiskTier(
-            tmp_path / folder, 1 << 20, Events(), codec=find_codec(codec), sealing=Sealing(cipher)
+            tmp_path / folder,
+            1 << 20,
+            Events(),
+            codec=find_codec(codec),
+            sealing=sealing_of(cipher),
         )
         return made.speed_name
 
@@ -114,7 +120,7 @@ def test_names_tell_apart_all_that_speed_depends_on(tmp_path: Path) -> None:
 
 
 def test_names_hold_no_credentials() -> None:
-    redis = redis_tier("redis://user:hunter2@127.0.0.1:1/0?password=hunter2", 1 << 20, Events())
+    redis = redis_tier("redis://user:hunter2@127.0.0.1:1/0?password=hunter2", Events())
     objects = object_tier("memory://speeds/folder?token=hunter2", 1 << 20, Events())
     for tier in (redis, objects):
         assert "hunter2" not in tier.speed_name

@@ -29,7 +29,7 @@ from kvlinker.store.loading.prompt_load import (
     Urgency,
     preload_depth,
 )
-from kvlinker.store.tiers import object_tier
+from kvlinker.store.remote.objects import object_tier
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.host import ResidentReader
 from tests.clocks import ManualClock

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlinker.base.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
 from kvlinker.store.format.chunk_file import encode_chunk
-from kvlinker.store.tiers import object_tier
+from kvlinker.store.remote.objects import object_tier
 from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 

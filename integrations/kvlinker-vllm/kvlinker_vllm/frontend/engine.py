@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.events import Events
-from kvlinker.base.futures import resolved
+from kvlinker.base.futures import completed
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import (
@@ -124,7 +124,7 @@ class VLLMEngine:
         """Do nothing: chunks have KV for their first place alone."""
 
     def settle(self) -> Future[None]:
-        return resolved(None)
+        return completed(None)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         max_tokens = self._checked(request)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.futures import resolved
+from kvlinker.base.futures import completed
 from kvlinker.engines.contract.finite import require_finite
 from kvlinker.engines.contract.sensitivity import with_sensitivity
 from kvlinker.store import ChunkKV
@@ -149,7 +149,7 @@ class TransferWorker:
             logger.exception(
                 "Request %s cannot be linked; vLLM computes it alone.", started.request_id
             )
-            return TransferTask(started, resolved(None), started.tokens, failed=True)
+            return TransferTask(started, completed(None), started.tokens, failed=True)
 
     def _task(self, started: StartedTransfer) -> TransferTask:
         plan, tokens = started.plan, started.tokens
@@ -160,7 +160,7 @@ class TransferWorker:
         recorder = self._recorder(plan.alone or plan, tokens, with_scores=self._with_scores)
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
         loaded: Future[dict[str, ChunkKV] | None] = (
-            resolved(resident)
+            completed(resident)
             if len(resident) == len(plan.keys)
             else self._loader.submit(self._load, plan.keys)
         )

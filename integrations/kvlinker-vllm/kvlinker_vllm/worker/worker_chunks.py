@@ -13,7 +13,7 @@ from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.codecs import RAW, Codec
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import Sealing
 from kvlinker.store.memory.pinned import pinned
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 

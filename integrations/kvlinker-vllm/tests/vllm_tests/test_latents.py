@@ -17,7 +17,7 @@ from tests.toy_models import loaded_model
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.linking.plan import layer_masks
 from kvlinker.llm import LLM
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker_vllm.worker.worker_chunks import WorkerChunks
 from vllm_tests.conftest import HEAD_DIM
 from vllm_tests.linked_vllm import (
@@ -74,7 +74,7 @@ def test_chunks_are_those_of_the_embedded_engine(linked, prompt, tmp_path):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         llm.store.flush()
         key = chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default")
-    files = WorkerChunks(tmp_path / "chunks", memory_bytes=0, sealing=Sealing(None))
+    files = WorkerChunks(tmp_path / "chunks", memory_bytes=0, sealing=NOT_SEALED)
     theirs = files.get(key)
     assert theirs is not None
     assert theirs.scores is not None

@@ -11,7 +11,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, LayerKV, StoreError
 from kvlinker.store.format.codecs import find_codec
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker_vllm.frontend.source import VLLMSource
 from kvlinker_vllm.options import ConnectorOptions, connector_settings
 from kvlinker_vllm.worker.worker_chunks import WorkerChunks
@@ -59,7 +59,7 @@ def test_a_state_directory_that_cannot_be_used_is_named_with_the_way_out():
     with pytest.raises(
         StoreError, match=r"/proc/nope/chunks cannot be used: .* choose another state directory"
     ):
-        WorkerChunks(Path("/proc/nope/chunks"), memory_bytes=0, sealing=Sealing(None))
+        WorkerChunks(Path("/proc/nope/chunks"), memory_bytes=0, sealing=NOT_SEALED)
 
 
 def test_workers_write_files_as_the_disks_codec_has_it(tmp_path):
@@ -68,7 +68,7 @@ def test_workers_write_files_as_the_disks_codec_has_it(tmp_path):
     sizes = {}
     for name in ("raw", "int8"):
         chunks = WorkerChunks(
-            tmp_path / name, memory_bytes=0, sealing=Sealing(None), codec=find_codec(name)
+            tmp_path / name, memory_bytes=0, sealing=NOT_SEALED, codec=find_codec(name)
         )
         assert chunks.put(key_of(1), kv)
         assert chunks.get(key_of(1)) is not None

@@ -93,7 +93,7 @@ def start_kvlinker(
             max_model_len=task.longest(linking=True),
             max_running=max(task.batches),
             max_variants=0,
-            redis_space=0,
+            redis_url="",
             object_space=0,
             **options,
         )

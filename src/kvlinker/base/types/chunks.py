@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,8 @@ CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
 """Matches the keys that ``chunk_key`` returns."""
 
 LAST_PLACE = 7
-"""The last place in a row of texts for which chunks have KV of their own."""
+"""The last place in a row of texts for which chunks have KV of their own; chosen by hand. Each
+place takes as many bytes as the chunk."""
 
 Eviction = Literal["lru", "reuse"]
 """The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least
@@ -65,9 +67,9 @@ class Origin(StrEnum):
     """The model generated it after ``Chunk.prefix``, parts of which were linked chunks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chunk:
-    """Holds token ids that are cached as one unit."""
+    """Token ids that are cached as one unit. What is computed of them is computed once."""
 
     tokens: tuple[int, ...]
     """The ids that appear in a prompt; in context ``BOS``, the BOS token comes first."""
@@ -84,9 +86,9 @@ class Chunk:
     origin: Origin = Origin.TEXT
 
     place: int = 0
-    """Its place in a row of texts, by the number of texts before it, of which ``LAST_PLACE`` stands
-    for all later ones too. At 0 its KV was computed right behind ``prefix``; at any other, as many
-    texts stood between the two (``engines.embedded.chunks.places``)."""
+    """Its place in a row of texts: the number of texts between ``prefix`` and the chunk when its KV
+    was computed (``engines.embedded.chunks.places``). ``LAST_PLACE`` stands for all later places
+    too."""
 
     scored: bool = field(default=True, compare=False)
     """False if attention scores are collected with its KV only where the policy that links it needs
@@ -95,16 +97,30 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def contextual(self) -> bool:
         """True if its KV depends on a conversation before it."""
         return self.origin is not Origin.TEXT
 
-    @property
+    @cached_property
     def content(self) -> str:
         """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a
         chunk."""
-        return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
+        return hashlib.sha256(np.asarray(self.tokens, dtype="<u4").tobytes()).hexdigest()
+
+    @cached_property
+    def keys(self) -> dict[tuple[str, str, int], str]:
+        """The known keys of its KV, by model fingerprint, owner and place: ``chunk_key`` adds
+        them."""
+        return {}
+
+    def at_place(self, place: int) -> Chunk:
+        """Return the same chunk at another place."""
+        if place == self.place:
+            return self
+        placed = replace(self, place=place)
+        placed.__dict__["keys"] = self.keys  # as cached_property stores it
+        return placed
 
 
 def content_of(tokens: bytes) -> str:
@@ -118,25 +134,39 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
 
     A shared chunk's tenant is always SHARED_TENANT.
     """
-    key = packed_chunk_key(
-        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
-        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
-        fingerprint=salted(fingerprint, chunk.salt),
-        owner=SHARED_TENANT if chunk.shared else tenant,
-        origin=chunk.origin,
-    )
-    return key if chunk.place == 0 else place_keys(key)[chunk.place - 1]
+    owner = SHARED_TENANT if chunk.shared else tenant
+    known = chunk.keys.get((fingerprint, owner, chunk.place))
+    if known is not None:
+        return known
+    key = chunk.keys.get((fingerprint, owner, 0))
+    if key is None:
+        key = packed_chunk_key(
+            np.asarray(chunk.tokens, dtype="<u4").tobytes(),
+            np.asarray(chunk.prefix, dtype="<u4").tobytes(),
+            fingerprint=salted(fingerprint, chunk.salt),
+            owner=owner,
+            origin=chunk.origin,
+        )
+        chunk.keys[fingerprint, owner, 0] = key
+    if chunk.place:
+        key = _place_key(key, chunk.place)
+        chunk.keys[fingerprint, owner, chunk.place] = key
+    return key
 
 
 _PLACED = "kvlinker-place-2"
-"""Begins what keys of KV at a place are hashed from. Other rows need another number."""
+"""The beginning of the text whose hash is a key at a place. Rows of another form need another
+number."""
 
 
 def place_keys(key: str) -> tuple[str, ...]:
     """Return the keys of a chunk's KV at the places 1 to ``LAST_PLACE``, given its ``chunk_key`` at
     place 0."""
-    places = range(1, LAST_PLACE + 1)
-    return tuple(hashlib.sha256(f"{_PLACED} {key} {at}".encode()).hexdigest() for at in places)
+    return tuple(_place_key(key, place) for place in range(1, LAST_PLACE + 1))
+
+
+def _place_key(key: str, place: int) -> str:
+    return hashlib.sha256(f"{_PLACED} {key} {place}".encode()).hexdigest()
 
 
 def with_places(keys: Iterable[str]) -> frozenset[str]:
@@ -145,7 +175,7 @@ def with_places(keys: Iterable[str]) -> frozenset[str]:
 
 
 _SALT = " salt "
-"""Stands between a model's fingerprint and a salt."""
+"""The separator between a model's fingerprint and a salt."""
 
 
 def salted(fingerprint: str, salt: str) -> str:

@@ -24,16 +24,21 @@ _RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, 1000),
     "prompt_logprobs": (0, 1000),
 }
+"""The lowest and the highest value of each number: OpenAI's and vLLM's ranges, and bounds chosen by
+hand where these have none."""
+
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "allowed_token_ids")
+
 COLDEST = 1e-5
-"""Lower temperatures are treated as greedy, because dividing logits by them would overflow."""
+"""The lowest temperature that is not greedy; vLLM's bound. Dividing logits by less would
+overflow."""
 
 TOKEN_IDS = 2**31
 """Token ids must be below this; no vocabulary is that large."""
 
 MOST_BIAS = 100
-"""The largest number that ``logit_bias`` adds to a logit, or takes from it."""
+"""The largest number that ``logit_bias`` adds to a logit, or takes from it; OpenAI's bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +115,31 @@ class SamplingParams:
         """Check the values. Raises InvalidRequestError, naming the parameter, for those out of
         range."""
         self._check_types()
-        for name in _RANGES:
-            self._check_number(name)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not low <= value <= high
+            ):
+                raise InvalidRequestError(
+                    f"{name} is {value!r}, but must be from {low} to {high}.", param=name
+                )
+            if name not in _WHOLE:
+                object.__setattr__(self, name, float(value))
+            elif not isinstance(value, int):
+                raise InvalidRequestError(
+                    f"{name} is {value!r}, but must be a whole number.", param=name
+                )
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            if not all(isinstance(text, str) and text for text in texts):
-                raise InvalidRequestError(
-                    f"{name} is {texts!r}, but must be texts that are not empty.", param=name
-                )
+            for text in texts:
+                if not isinstance(text, str) or not text:
+                    raise InvalidRequestError(
+                        f"{name} is {texts!r}, but must be texts that are not empty.", param=name
+                    )
         if self.allowed_token_ids == ():
             raise InvalidRequestError(
                 "allowed_token_ids is empty: no token could be generated. Omit it to allow all"
@@ -167,30 +189,8 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"seed is {self.seed!r}, but must be a whole number.", param="seed"
             )
-
-        check_grammar(self.grammar)
-
-    def _check_number(self, name: str) -> None:
-        """Check the parameter ``name`` against its range, and make it a float where it need not be
-        whole."""
-        low, high = _RANGES[name]
-        value = getattr(self, name)
-        if value is None and name in _OPTIONAL:
-            return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not low <= value <= high
-        ):
-            raise InvalidRequestError(
-                f"{name} is {value!r}, but must be from {low} to {high}.", param=name
-            )
-        if name in _WHOLE and not isinstance(value, int):
-            raise InvalidRequestError(
-                f"{name} is {value!r}, but must be a whole number.", param=name
-            )
-        if name not in _WHOLE:
-            object.__setattr__(self, name, float(value))
+        if self.grammar is not None:
+            check_grammar(self.grammar)
 
 
 class SamplingFields(TypedDict, total=False):

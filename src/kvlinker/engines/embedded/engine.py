@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
 from kvlinker.base.events import Events, PrefixRestored
-from kvlinker.base.futures import gather, resolved
+from kvlinker.base.futures import completed, gather
 from kvlinker.base.machine import available_memory
 from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.answers import PromptLogprobs
@@ -275,7 +275,7 @@ class EmbeddedEngine:
         stored = self._store.nbytes(key)
         wants_scores = chunk.scored and self._chunks.collects_scores
         if stored is not None and not (wants_scores and self._store.lacks_scores(key)):
-            return resolved(stored)
+            return completed(stored)
         building = self._chunks.build(
             key, chunk, tenant=tenant, idle=idle, with_scores=wants_scores
         )

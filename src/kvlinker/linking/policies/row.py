@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import takewhile
 
 import numpy as np
@@ -45,10 +44,10 @@ def _stored(chunk: Chunk, place: int, library: Library) -> Chunk:
     the last place of those. Unchanged if it is the first in the row, or none is stored."""
 
     def is_stored(place: int) -> bool:
-        return library.has(replace(chunk, place=place))
+        return library.has(chunk.at_place(place))
 
     own = min(place, LAST_PLACE)
     if own and is_stored(own):
-        return replace(chunk, place=own)
+        return chunk.at_place(own)
     in_shorter_rows = list(takewhile(is_stored, range(1, own)))
-    return replace(chunk, place=in_shorter_rows[-1]) if in_shorter_rows else chunk
+    return chunk.at_place(in_shorter_rows[-1]) if in_shorter_rows else chunk

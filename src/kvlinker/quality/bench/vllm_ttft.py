@@ -149,7 +149,7 @@ def running_vllm(
             host_memory=HOST_MEMORY if tier == "host" else 0,
             max_model_len=window,
             vllm_options=settings.vllm_options,
-            redis_space=0,
+            redis_url="",
             object_space=0,
         )
         with (

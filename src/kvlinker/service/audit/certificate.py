@@ -126,7 +126,7 @@ def lossy_codecs(settings: Settings) -> tuple[str, ...]:
     """Return the names of the codecs of tiers that change chunks, sorted."""
     codecs = {
         settings.disk_codec if settings.disk_space else RAW,
-        settings.redis_codec if settings.redis_url and settings.redis_space else RAW,
+        settings.redis_codec if settings.redis_url else RAW,
         settings.object_codec if settings.object_url and settings.object_space else RAW,
     }
     return tuple(sorted({name.partition("+")[0] for name in codecs} - {RAW}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvlinker.base.errors import ContextCacheNotFoundError
-from kvlinker.base.futures import then
+from kvlinker.base.futures import chain
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.store import Catalog, ChunkStore
 
@@ -31,7 +31,7 @@ class Building:
         def share(nbytes: int) -> Future[int]:
             return self._thread.submit(self._share, chunk_key, nbytes)
 
-        return then(self._engine.cache_chunk(chunk, tenant=owner), share)
+        return chain(self._engine.cache_chunk(chunk, tenant=owner), share)
 
     def close(self) -> None:
         """Finish the transfers under way."""

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.errors import ContextCacheNotFoundError, StoreError
+from kvlinker.base.installing import install_command
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
 from kvlinker.store.catalog.check import check_catalog
-from kvlinker.store.catalog.databases.interface import Database
-from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
+from kvlinker.store.catalog.databases.interface import Database, StateLock
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.importing import Imported, import_caches, upgrade
 from kvlinker.store.catalog.limits import (
@@ -42,6 +42,7 @@ from kvlinker.store.catalog.rows import (
     CHUNK_COLUMNS,
     COLUMNS,
     LIVE,
+    blobs_of,
     index_metadata,
     insert_rows,
     matching,
@@ -53,7 +54,10 @@ from kvlinker.store.catalog.rows import (
 from kvlinker.store.catalog.search import SearchIndex
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.catalog.vectors import VectorIndex
-from kvlinker.store.format.encryption import Cipher
+from kvlinker.store.format.sealing import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 POSITION_SECONDS = 3600
 """The time for which a listing can go on after a context cache that was removed."""
@@ -85,12 +89,12 @@ class Catalog:
             upgrade(place, cipher)
         self._cipher = cipher
         self._database = open_database(place)
-        self._blobs = TokenBlobs(cipher)
+        self._blobs = blobs_of(cipher)
         with ExitStack() as stack:
             stack.callback(self._database.close)
             lock = self._database.lock()
             stack.callback(lock.close)
-            open_encrypted(self._database, lock, cipher)
+            self._share(lock)
             self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
         self.search = SearchIndex(self._database)
@@ -406,6 +410,20 @@ class Catalog:
         """Close the database. Idempotent; no other method may be called afterwards."""
         self._close()
 
+    def _share(self, lock: StateLock) -> None:
+        """Share the lock of a catalog that is encrypted with the cipher, or not at all without
+        one. Raises StoreError if it is encrypted otherwise."""
+        if self._cipher is not None:
+            from kvlinker.store.catalog.encryption import open_encrypted
+
+            open_encrypted(self._database, lock, self._cipher)
+            return
+        lock.share()
+        if self._database.query("SELECT 1 FROM encryption", {}):
+            raise StoreError(
+                f"The catalog {self._database.place} is encrypted. Give its key in {KEY_VARIABLE}."
+            )
+
 
 def open_database(place: Path | str) -> Database:
     """Open or create the catalog's SQLite file, or its tables in the PostgreSQL database of a URL.
@@ -414,6 +432,10 @@ def open_database(place: Path | str) -> Database:
         from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
 
         return SQLiteDatabase(place)
-    from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
-
+    try:
+        from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            f"catalog_url needs PostgreSQL's driver: {install_command('postgres')}."
+        ) from error
     return PostgresDatabase(place)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import CHUNK_COLUMNS, genuine_tokens
 

@@ -12,8 +12,8 @@ from kvlinker.base.errors import QuotaExceededError
 from kvlinker.base.types.chunks import Origin
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
+from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.limits import Limits
 from kvlinker.store.catalog.room import Room, make_room
 from kvlinker.store.catalog.rows import (

@@ -12,26 +12,28 @@ import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.databases.interface import Connection
-from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
-from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
-from kvlinker.store.catalog.databases.state_lock import DirectoryLock
-from kvlinker.store.catalog.encryption import (
+from kvlinker.store.catalog.blobs import (
     TOKEN_BYTES,
     TokenBlobs,
-    change_key,
     prefix_of,
     token_ids,
     tokens_of,
 )
-from kvlinker.store.catalog.rows import insert_rows
-from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher
+from kvlinker.store.catalog.databases.interface import Connection
+from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
+from kvlinker.store.catalog.databases.state_lock import DirectoryLock
+from kvlinker.store.catalog.rows import blobs_of, insert_rows
+from kvlinker.store.format.sealing import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def import_caches(source: Path, connection: Connection, cipher: Cipher | None) -
     caches, chunks, version, encrypted = _rows(source)
     if encrypted and cipher is None:
         raise StoreError(f"The catalog {source} is encrypted. Give its key in {KEY_VARIABLE}.")
-    blobs = TokenBlobs(cipher if encrypted else None)
+    blobs = blobs_of(cipher if encrypted else None)
     known = {row[0] for row in connection.execute("SELECT id FROM context_caches").fetchall()}
     now = time.time()
     records: list[ContextCache] = []
@@ -72,7 +74,7 @@ def import_caches(source: Path, connection: Connection, cipher: Cipher | None) -
             records.append(_record(cache, chunk, blobs, same=version == SCHEMA_VERSION))
         except (StoreError, ValueError, KeyError, TypeError):
             unreadable += 1
-    insert_rows(connection, TokenBlobs(cipher), records)
+    insert_rows(connection, blobs_of(cipher), records)
     return Imported(len(records), present, unreadable)
 
 
@@ -93,6 +95,8 @@ def upgrade(path: Path, cipher: Cipher | None) -> None:
         database = SQLiteDatabase(new)
         try:
             if cipher is not None:
+                from kvlinker.store.catalog.encryption import change_key
+
                 change_key(database, None, cipher)
             with database.transaction() as connection:
                 imported = import_caches(path, connection, cipher)

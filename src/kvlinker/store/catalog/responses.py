@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.types.responses import KeptResponse, Turn
-from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.encryption import (
+from kvlinker.store.catalog.blobs import (
     TokenBlobs,
     body_of,
     changed_entry,
     input_of,
     item_of,
 )
+from kvlinker.store.catalog.databases.interface import Connection, Database
 
 MOST_RESPONSES = 10_000
 """The most responses that are kept of a tenant: some hundred tasks of an agent."""

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
 from kvlinker.base.types.context_cache import END_OF_TIME, ContextCache
 from kvlinker.base.types.tenants import SHARED_TENANT
-from kvlinker.store.catalog.databases.interface import Connection
-from kvlinker.store.catalog.encryption import (
+from kvlinker.store.catalog.blobs import (
     TOKEN_BYTES,
+    TOKEN_TYPE,
     TokenBlobs,
     changed_entry,
     prefix_of,
     token_ids,
     tokens_of,
 )
+from kvlinker.store.catalog.databases.interface import Connection
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 COLUMNS = """c.id, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned,
     c.implicit_ttl, k.nbytes, c.chunk_key, k.fingerprint, c.tenant, k.tokens, k.prefix, k.origin"""
@@ -83,6 +89,16 @@ def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     return conditions, values
 
 
+def blobs_of(cipher: Cipher | None) -> TokenBlobs:
+    """Return the packing of a catalog that is encrypted with the cipher, or not at all without
+    one."""
+    if cipher is None:
+        return TokenBlobs()
+    from kvlinker.store.catalog.encryption import EncryptedBlobs
+
+    return EncryptedBlobs(cipher)
+
+
 def insert_rows(connection: Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
     """Record context caches, findable by their metadata, and the chunks that they hold."""
     connection.executemany(
@@ -140,11 +156,20 @@ def index_metadata(connection: Connection, added: Mapping[str, Mapping[str, str]
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
     """Return the context cache of a row of ``COLUMNS``. Raises StoreError if its token ids were
     changed from outside."""
+    cache = read_genuine(row, blobs)
+    if cache is None:
+        raise changed_entry(tokens_of(row[9]), "its token ids are not those that it is named by")
+    return cache
+
+
+def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
+    """Return the context cache of a row of ``COLUMNS``; None if its token ids were changed from
+    outside."""
     cache_id, model, name, metadata, created_at, expires_at, pinned, ttl, nbytes, *own = row
-    chunk_key, fingerprint, tenant, *_ = own
     chunk = read_chunk(own, blobs, scored=ttl is None)
     if chunk is None:
-        raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
+        return None
+    chunk_key, fingerprint, tenant, *_ = own
     return ContextCache(
         id=cache_id,
         tenant=tenant,
@@ -163,14 +188,6 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
     )
 
 
-def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
-    """Return the result of ``read_row``; None if it raises."""
-    try:
-        return read_row(row, blobs)
-    except StoreError:
-        return None
-
-
 def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, ...]]:
     """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``,
     without those that were changed from outside."""
@@ -184,15 +201,18 @@ def read_chunk(row: Any, blobs: TokenBlobs, *, scored: bool = True) -> Chunk | N
     packed = genuine_tokens(row, blobs)
     if packed is None:
         return None
-    _, fingerprint, tenant, _, _, origin = row
-    return Chunk(
-        token_ids(packed[0]),
-        token_ids(packed[1]),
+    key, fingerprint, tenant, _, _, origin = row
+    own_fingerprint, salt = split_salt(fingerprint)
+    chunk = Chunk(
+        tuple(np.frombuffer(packed[0], dtype=TOKEN_TYPE).tolist()),
+        tuple(np.frombuffer(packed[1], dtype=TOKEN_TYPE).tolist()),
         shared=tenant == SHARED_TENANT,
-        salt=split_salt(fingerprint)[1],
+        salt=salt,
         origin=Origin(origin),
         scored=scored,
     )
+    chunk.keys[own_fingerprint, tenant, 0] = key
+    return chunk
 
 
 def genuine_tokens(row: Any, blobs: TokenBlobs) -> tuple[bytes, bytes] | None:
@@ -200,14 +220,16 @@ def genuine_tokens(row: Any, blobs: TokenBlobs) -> tuple[bytes, bytes] | None:
     if they are not whole, or not those that its key names: SQLite has no checksums."""
     key, fingerprint, tenant, tokens, prefix, origin = row
     try:
-        packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
+        if blobs.encrypts:
+            tokens = blobs.open(tokens, tokens_of(key))
+            prefix = blobs.open(prefix, prefix_of(key))
         known = packed_chunk_key(
-            *packed, fingerprint=fingerprint, owner=tenant, origin=Origin(origin)
+            tokens, prefix, fingerprint=fingerprint, owner=tenant, origin=Origin(origin)
         )
     except (StoreError, ValueError):
         return None
-    whole = all(len(part) % TOKEN_BYTES == 0 for part in packed)
-    return packed if whole and known == key else None
+    whole = len(tokens) % TOKEN_BYTES == 0 and len(prefix) % TOKEN_BYTES == 0
+    return (tokens, prefix) if whole and known == key else None
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:

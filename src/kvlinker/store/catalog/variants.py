@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.base.types.tenants import SHARED_TENANT
+from kvlinker.store.catalog.blobs import TokenBlobs, variant_of
 from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.encryption import TokenBlobs, variant_of
 from kvlinker.store.eviction import MOST_REUSE, use_weight
 
 

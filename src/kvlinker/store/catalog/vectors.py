@@ -10,8 +10,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Database
-from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.rows import CHUNK_COLUMNS, SEARCHED, read_tokens, with_pairs
 
 VECTOR = np.dtype("<f4")

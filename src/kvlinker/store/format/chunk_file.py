@@ -44,7 +44,6 @@ from kvlinker.store.chunk_kv import ChunkKV, ChunkState, LayerKV, LayerLostError
 from kvlinker.store.format.byte_source import ByteSource, FileSource
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec
 from kvlinker.store.format.compression import compressed, decompressed, require_zstd
-from kvlinker.store.format.encryption import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.format.header import (
     SCORE_NAMES,
     ChunkFileError,
@@ -60,6 +59,7 @@ from kvlinker.store.format.header import (
     raw_bytes,
     read_header,
 )
+from kvlinker.store.format.sealing import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.format.states import named_states, states_of
 from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest

@@ -17,17 +17,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import SecretStr
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.installing import install_command
 from kvlinker.store.format.byte_source import Bytes, ByteSource
+from kvlinker.store.format.sealing import SealedDataError, Sealing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-KEY_VARIABLE = "KVLINKER_ENCRYPTION_KEY"
-NEW_KEY_VARIABLE = "KVLINKER_NEW_ENCRYPTION_KEY"
 BLOCK_BYTES = 1 << 18
 
 _KEY_BYTES = 32
@@ -37,11 +35,6 @@ _SALT_BYTES = 32
 _LENGTH_BYTES = 8
 _MAGIC = b"kvlseal1"
 _HEADER_BYTES = len(_MAGIC) + _SALT_BYTES + _LENGTH_BYTES
-
-
-class SealedDataError(Exception):
-    """Raised when bytes were not sealed with this key for this place, or were changed since; the
-    message says which."""
 
 
 class Cipher:
@@ -68,6 +61,10 @@ class Cipher:
         """Decrypt what ``seal`` returned. Raises SealedDataError."""
         return _opened(self._records, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], associated)
 
+    def sealing(self) -> Sealing:
+        """Return the sealing of chunks with this key."""
+        return EncryptedSealing(self)
+
     def of_chunk(self, salt: bytes) -> AESGCM:
         """Return the AES-GCM cipher of one chunk, whose key is derived from ``salt``."""
         return self._derived(salt, b"chunk")
@@ -81,16 +78,8 @@ class Cipher:
         return AESGCM(derivation.derive(self._key))
 
 
-def load_cipher(key: SecretStr | None, variable: str = KEY_VARIABLE) -> Cipher | None:
-    """Return the cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without
-    one.
-
-    Raises StoreError for what is no key.
-    """
-    return None if key is None else Cipher(_parsed(key.get_secret_value().strip(), variable))
-
-
-def _parsed(text: str, variable: str) -> bytes:
+def parsed_key(text: str, variable: str) -> bytes:
+    """Return the 32 bytes of a key in hex or base64. Raises StoreError for other texts."""
     try:
         if re.fullmatch(r"[0-9a-fA-F]{64}", text):
             return bytes.fromhex(text)
@@ -105,28 +94,18 @@ def _parsed(text: str, variable: str) -> bytes:
     return key
 
 
-class Sealing:
-    """Encrypts the bytes of chunks on their way out of a tier and decrypts them on their way in;
-    without a cipher, it leaves them as they are."""
+class EncryptedSealing(Sealing):
+    """Encrypts the bytes of chunks on their way out of a tier and decrypts them on their way in."""
 
-    def __init__(self, cipher: Cipher | None = None) -> None:
+    encrypts = True
+
+    def __init__(self, cipher: Cipher) -> None:
         self._cipher = cipher
 
-    @property
-    def encrypts(self) -> bool:
-        return self._cipher is not None
-
     def nbytes(self, plain: int) -> int:
-        """Return the number of bytes that ``pieces`` yields for ``plain`` bytes."""
-        if self._cipher is None:
-            return plain
         return _HEADER_BYTES + plain + _TAG_BYTES * -(-plain // BLOCK_BYTES)
 
     def pieces(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the ``nbytes`` of the chunk of this key, sealed."""
-        if self._cipher is None:
-            yield from pieces
-            return
         salt = os.urandom(_SALT_BYTES)
         cipher = self._cipher.of_chunk(salt)
         yield memoryview(_MAGIC + salt + nbytes.to_bytes(_LENGTH_BYTES, "little"))
@@ -134,12 +113,7 @@ class Sealing:
             yield memoryview(cipher.encrypt(_nonce(number), block, _associated(key, nbytes)))
 
     def source(self, key: str, source: ByteSource) -> ByteSource:
-        """Return the plain bytes of a sealed chunk. Raises SealedDataError, and so does reading
-        from it."""
-        return source if self._cipher is None else _OpenedSource(self._cipher, key, source)
-
-
-NOT_SEALED = Sealing()
+        return _OpenedSource(self._cipher, key, source)
 
 
 class _OpenedSource:
@@ -153,7 +127,7 @@ class _OpenedSource:
         if not header.startswith(_MAGIC):
             raise SealedDataError("it is not encrypted")
         self.size = int.from_bytes(header[-_LENGTH_BYTES:], "little")
-        expected = Sealing(cipher).nbytes(self.size)
+        expected = cipher.sealing().nbytes(self.size)
         if source.size != expected:
             raise SealedDataError(f"it has {source.size} bytes instead of {expected}")
         self._source = source

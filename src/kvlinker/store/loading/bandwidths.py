@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from kvlinker.store.format.codecs import Codec
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import Sealing
 from kvlinker.store.speeds import DRIFT, Speeds
 
 _WEIGHT = 0.3

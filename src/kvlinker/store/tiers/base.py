@@ -82,11 +82,12 @@ class Tier(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """The bytes that ``used_bytes`` never exceeds."""
+        """The bytes that ``used_bytes`` never exceeds. A shared tier's budget is approximate: other
+        servers write there too."""
 
     @property
     def used_bytes(self) -> int:
-        """The sum of ``nbytes(key)`` over ``keys()``."""
+        """The sum of ``nbytes(key)`` over ``keys()``. A shared tier may include others' data."""
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV, now the most recently used, or None. The caller must not modify
@@ -132,10 +133,11 @@ class Tier(Protocol):
         """
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys held, in the order of eviction, but pinned ones last."""
+        """Return the keys held, in the order of eviction. Pinned keys come last. A shared tier may
+        not know the order."""
 
     def __len__(self) -> int:
-        """Return the number of chunks held."""
+        """Return the number of chunks held. A shared tier may include others' data."""
 
     def nbytes(self, key: str) -> int | None:
         """Return the bytes that the chunk takes up here, or None if it is absent. Does not count as

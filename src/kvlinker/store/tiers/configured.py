@@ -16,13 +16,15 @@ from kvlinker.base.errors import InvalidRequestError, did_you_mean
 from kvlinker.base.events import Events
 from kvlinker.base.registry import Registry
 from kvlinker.base.types.chunks import Eviction
+from kvlinker.store.eviction import NextUses
 from kvlinker.store.format.codecs import RAW, Codec
-from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.next_uses import NextUses
+from kvlinker.store.format.sealing import Sealing, sealing_of
 from kvlinker.store.tiers.base import Tier
 
 if TYPE_CHECKING:
     import torch
+
+    from kvlinker.store.format.encryption import Cipher
 
 SCRATCH = "advise"
 """The name of the folders for samples, next to those of the configured tiers: ``kvlinker advise``
@@ -52,9 +54,6 @@ class StoreSettings(Protocol):
 
     @property
     def redis_url(self) -> SecretStr | None: ...
-
-    @property
-    def redis_space(self) -> int: ...
 
     @property
     def redis_codec(self) -> str: ...
@@ -141,7 +140,7 @@ class ConfiguredTier(ABC):
     @property
     def sealing(self) -> Sealing:
         """The encryption of bytes that leave memory; without a cipher, they stay as they are."""
-        return Sealing(self.setup.cipher)
+        return sealing_of(self.setup.cipher)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the medium itself; None if that is not known."""

@@ -11,9 +11,9 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.eviction import NextUses
 from kvlinker.store.lazy_torch import torch
 from kvlinker.store.memory.lane import CopyLane, lane_to
-from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import ConfiguredTier, register

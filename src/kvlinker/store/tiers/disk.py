@@ -19,7 +19,7 @@ from kvlinker.base.errors import StoreError
 from kvlinker.base.events import ChunkDamaged, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
-from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.eviction import EvictionIndex, NextUses
 from kvlinker.store.format.byte_source import FileSource
 from kvlinker.store.format.chunk_file import (
     TierReader,
@@ -32,10 +32,9 @@ from kvlinker.store.format.chunk_file import (
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec, find_codec
 from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.durability import replace_file
-from kvlinker.store.format.encryption import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.format.sealing import NOT_SEALED, SealedDataError, Sealing
 from kvlinker.store.loading.bandwidths import speed_name
-from kvlinker.store.next_uses import NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register

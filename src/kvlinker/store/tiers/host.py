@@ -7,8 +7,7 @@ from collections.abc import Iterable, Set
 from kvlinker.base.events import ChunkEvicted, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
-from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.next_uses import NextUses
+from kvlinker.store.eviction import EvictionIndex, NextUses
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import LocalTier, Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -57,16 +56,16 @@ class HostTier(LocalTier):
             self._kv[key] = kv
             return True
 
-    def hold(self, key: str) -> None:
-        """Keep the key, present or not, from eviction until it is released; ``put`` never refuses
-        it."""
+    def hold(self, keys: Iterable[str]) -> None:
+        """Keep the keys, present or not, from eviction until they are released; ``put`` never
+        refuses them."""
         with self._lock:
-            self._index.hold(key)
+            self._index.hold(keys)
 
-    def release(self, key: str) -> None:
-        """Allow the key's eviction again."""
+    def release(self, keys: Iterable[str]) -> None:
+        """Allow the keys' eviction again."""
         with self._lock:
-            self._index.release(key)
+            self._index.release(keys)
             self._make_room(0)
 
     def make_room_for(self, key: str, nbytes: int) -> bool:

@@ -14,7 +14,7 @@ from kvlinker.engines.embedded.requests.generation import PromptRequest
 from kvlinker.store import DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth
-from kvlinker.store.tiers import object_tier
+from kvlinker.store.remote.objects import object_tier
 from tests.engines.embedded.conftest import Bench, linked_prompt
 from tests.waiting import PATIENCE, wait_until
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvlinker.base.events import PrefixRestored, PrefixSpilled
-from kvlinker.base.futures import resolved
+from kvlinker.base.futures import completed
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import DiskTier
@@ -213,7 +213,7 @@ def test_what_does_not_come_back_is_computed(bench, spilling, tmp_path, monkeypa
     flood(made)
     if harm == "late":
         monkeypatch.setattr(
-            SpilledPrefixes, "load", lambda self, keys, seconds: [resolved(None) for _ in keys]
+            SpilledPrefixes, "load", lambda self, keys, seconds: [completed(None) for _ in keys]
         )
     else:
         for path in tmp_path.glob("prefixes/*/*/*.safetensors"):

@@ -1,5 +1,5 @@
 """What only a catalog in PostgreSQL can meet: servers that start at once, restarts, outages, other
-programs' databases; and that it ranks texts as SQLite does."""
+programs' databases; and its own search."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
 from kvlinker.base.errors import (
     CatalogUnavailableError,
@@ -23,13 +20,17 @@ from kvlinker.base.errors import (
     StoreError,
 )
 from kvlinker.base.types.tenants import Quota, Quotas
-from kvlinker.store import Catalog, Cipher, Limits
-from kvlinker.store.catalog.databases import postgresql, postgresql_connection
+from kvlinker.store import Catalog, Limits
+from kvlinker.store.catalog.databases import postgresql
 from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
-from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, translated
-from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.databases.postgresql_tables import (
+    POSTGRES_VERSION,
+    SCHEMA,
+    SEARCHED_CHARACTERS,
+    translated,
+)
+from kvlinker.store.format.encryption import Cipher
 from tests.postgres_server import PostgresServer
-from tests.properties import examples
 from tests.store.catalog.raw import harm
 from tests.store.catalog.test_catalog_check import NOW, record
 from tests.store.catalog.test_search import add, search
@@ -152,8 +153,8 @@ def test_a_database_that_hangs_is_given_up(
     frail_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It acknowledges what it gets, so that TCP waits for ever."""
-    monkeypatch.setattr(postgresql_connection, "READ_SECONDS", 1.0)
-    monkeypatch.setattr(postgresql_connection, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(postgresql, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(postgresql, "WRITE_SECONDS", 1.0)
     with closing(Catalog(frail_postgres.new_database())) as catalog:
         kept = record(1)
         catalog.add([kept])
@@ -210,7 +211,7 @@ def test_a_server_that_stops_inside_a_transaction_holds_up_the_others_for_a_whil
 
 def test_another_version_is_refused(url: str) -> None:
     Catalog(url).close()
-    harm(url, "UPDATE version SET number = ?", SCHEMA_VERSION + 1)
+    harm(url, "UPDATE version SET number = ?", POSTGRES_VERSION + 1)
     with pytest.raises(StoreError, match="was written by a newer kvlinker"):
         Catalog(url)
 
@@ -256,41 +257,31 @@ def test_a_key_waits_for_those_who_have_none(url: str, monkeypatch: pytest.Monke
         assert tokens != bytes([1, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0])
 
 
-WORDS = st.lists(
-    st.sampled_from(["cat", "cats", "Running", "run", "färöisch", "faroisch", "42", "the", "x-y"]),
-    min_size=1,
-    max_size=12,
-).map(" ".join)
+def test_the_search_differs_from_sqlites_as_documented(catalog: Catalog) -> None:
+    """Common words and accents: see docs/api.md."""
+    add(catalog, *map(text_record, ("The cat runs.", "A dog sleeps.", "Ein färöischer Hund.")))
+    assert [hit.text for hit in search(catalog, "running")] == ["The cat runs."]
+    assert search(catalog, "the") == (), "a common word is not searched for"
+    assert search(catalog, "faroischer") == (), "accents count"
+    assert [hit.text for hit in search(catalog, "FÄRÖISCHER")] == ["Ein färöischer Hund."]
 
 
-@pytest.mark.whole
-@given(
-    texts=st.lists(WORDS, min_size=1, max_size=6, unique=True),
-    query=WORDS,
-)
-@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_texts_rank_as_in_sqlite(
-    postgres_server: PostgresServer,
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    query: str,
-) -> None:
-    path: Path = tmp_path_factory.mktemp("catalog") / "catalog.sqlite"
-    with (
-        closing(Catalog(path)) as one,
-        closing(Catalog(postgres_server.new_database())) as other,
-    ):
-        for catalog in (one, other):
-            add(catalog, *map(text_record, texts))
-            catalog.delete(catalog.list("anna", NOW, limit=1).items[0].id, "anna", NOW)
-        scores = [
-            sorted((hit.text, hit.score) for hit in search(catalog, query))
-            for catalog in (one, other)
-        ]
-        assert [text for text, _ in scores[0]] == [text for text, _ in scores[1]]
-        assert [score for _, score in scores[0]] == pytest.approx(
-            [score for _, score in scores[1]], rel=1e-6, abs=1e-12
-        )
+def test_texts_that_have_more_of_the_words_are_first(catalog: Catalog) -> None:
+    add(catalog, *map(text_record, ("cat cat cat cat", "cat and dog", "cat, dog and bird")))
+    hits = search(catalog, "bird dog cat")
+    assert [hit.text for hit in hits] == ["cat, dog and bird", "cat and dog", "cat cat cat cat"]
+
+
+def test_the_beginning_of_any_text_is_searched(catalog: Catalog) -> None:
+    """PostgreSQL takes 1 MiB of words for a text."""
+    characters = iter(range(0x20000, 0x2A6D0))  # letters of four bytes
+    words = " ".join(
+        "".join(chr(next(characters)) for _ in range(2)) for _ in range(SEARCHED_CHARACTERS // 12)
+    )
+    long = text_record(f"cat {words} {'x1 x2 x3 x4 ' * 30_000} dog")
+    add(catalog, long)
+    assert len(search(catalog, "cat")) == 1
+    assert search(catalog, "dog") == ()
 
 
 def test_statements_are_translated() -> None:

@@ -13,8 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store import Catalog, StoreError
 from kvlinker.store.catalog.databases.sqlite import SQLiteDatabase
+from kvlinker.store.format.encryption import Cipher
 from tests.store.catalog.test_catalog_check import NOW, record
 from tests.store.catalog.test_search import TEXTS, add, search
 from tests.store.catalog.test_search import record as text_record

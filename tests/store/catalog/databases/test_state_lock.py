@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store import Catalog, StoreError
 from kvlinker.store.catalog.databases import state_lock
 from kvlinker.store.catalog.databases.state_lock import DirectoryLock
+from kvlinker.store.format.encryption import Cipher
 from tests.store.store_chunks import run_threads
 
 KEY = bytes(32)

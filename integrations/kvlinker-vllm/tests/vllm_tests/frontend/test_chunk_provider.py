@@ -13,7 +13,7 @@ from tests.store.store_chunks import chunk_kv, same_kv, sized
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.store import open_store
-from kvlinker.store.format.encryption import NOT_SEALED
+from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker_vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker_vllm.frontend.client import VLLMClient
 from kvlinker_vllm.protocol.transfer_plan import TransferOutcome, TransferPlan

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.store.store_chunks import key_of
 
 from kvlinker.store import ChunkKV, LayerKV
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker.store.memory import pinned
 from kvlinker_vllm.adapter import AttentionLayer
 from kvlinker_vllm.adapter.bound_model import BoundModel
@@ -77,7 +77,7 @@ def test_workers_keep_their_heads(tmp_path, monkeypatch, total, ranks, expected,
     for rank, heads in enumerate(expected):
         layers = worker_layers(total, ranks, rank)
         chunks = WorkerChunks(
-            tmp_path / "chunks", memory_bytes=1 << 20, sealing=Sealing(None), pins=pins
+            tmp_path / "chunks", memory_bytes=1 << 20, sealing=NOT_SEALED, pins=pins
         )
         chunks.keep_only(partial(own_heads, layers, torch.float32))
         if rank == 0:

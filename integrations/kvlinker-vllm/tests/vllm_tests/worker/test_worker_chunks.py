@@ -8,7 +8,7 @@ import pytest
 from tests.store.store_chunks import chunk_kv, key_of
 
 from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker_vllm.worker.worker_chunks import WorkerChunks
 
 KVS = [chunk_kv(number, tokens=50) for number in range(3)]
@@ -21,7 +21,7 @@ def test_what_came_and_left_is_told_once(tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("a step must not look at all chunks in memory")
 
     monkeypatch.setattr(EvictionIndex, "keys", listed)
-    chunks = WorkerChunks(tmp_path, memory_bytes=2 * KVS[0].nbytes, sealing=Sealing(None))
+    chunks = WorkerChunks(tmp_path, memory_bytes=2 * KVS[0].nbytes, sealing=NOT_SEALED)
     for key, kv in zip(KEYS[:2], KVS, strict=False):
         assert chunks.put(key, kv)
     assert chunks.take_changes() == (frozenset(KEYS[:2]), NONE)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlinker.base.errors import ContextLengthError
-from kvlinker.base.futures import resolved
+from kvlinker.base.futures import completed
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT, with_sensitivity
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -138,7 +138,7 @@ class ChunkBuilder:
             if wanted.identity is not None and not self._scheduler.has_unfinished(wanted.identity):
                 kvs = self._stored(keys, with_scores)
                 if kvs is not None:
-                    return PendingChunks(resolved(kvs), begun=False)
+                    return PendingChunks(completed(kvs), begun=False)
             entered = self._scheduler.enter(wanted)
         return PendingChunks(entered.future, begun=entered is wanted)
 

@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
@@ -163,7 +163,7 @@ class PlaceBuilder:
             self._background(self._change)
 
     def _add(self, chunks: Sequence[Chunk], tenant: str) -> None:
-        own_texts = [replace(chunk, place=0) for chunk in chunks if not chunk.contextual]
+        own_texts = [chunk.at_place(0) for chunk in chunks if not chunk.contextual]
         texts = list(dict.fromkeys(own_texts))
         alike: defaultdict[tuple[tuple[int, ...], bool], list[Chunk]] = defaultdict(list)
         for chunk in texts:
@@ -290,7 +290,7 @@ class PlaceBuilder:
             chunk: min(
                 0 if kv is None else kv.contexts
                 for place in (1, len(row.chunks) - 1)
-                for kv in [self._store.get(self._key(replace(chunk, place=place), row.tenant))]
+                for kv in [self._store.get(self._key(chunk.at_place(place), row.tenant))]
             )
             for chunk in row.kept
         }
@@ -322,7 +322,7 @@ class PlaceBuilder:
         self._row = None
         kvs = dict(zip(ordered[1:], done.result(), strict=True))
         for chunk in _placed(ordered, row.kept):
-            kv = kvs[replace(chunk, place=0)]
+            kv = kvs[chunk.at_place(0)]
             if chunk.place == 1:
                 row.first[chunk] = kv
             else:
@@ -355,11 +355,7 @@ class PlaceBuilder:
 
 def _placed(ordered: Sequence[Chunk], kept: Set[Chunk]) -> list[Chunk]:
     """Return those of the later chunks in this order that are kept, at their places in it."""
-    return [
-        replace(chunk, place=place)
-        for place, chunk in enumerate(ordered)
-        if place and chunk in kept
-    ]
+    return [chunk.at_place(place) for place, chunk in enumerate(ordered) if place and chunk in kept]
 
 
 def _reading(chunks: Sequence[Chunk]) -> Reading:

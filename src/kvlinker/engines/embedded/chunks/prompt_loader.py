@@ -6,12 +6,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.futures import gather, or_else, resolved, then
+from kvlinker.base.futures import chain, completed, fall_back, gather
 from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
@@ -186,7 +185,7 @@ class PromptLoader:
     def _restore(self, link: Link, stored: Sequence[StoredKV]) -> list[Future[KV | None]]:
         """Load the KV that the link reuses from disk."""
         if self._prefixes is None or not stored:
-            return [resolved(None) for _ in stored]
+            return [completed(None) for _ in stored]
         own = link.prompt.reused_own[-sum(map(len, stored)) :]
         return self._prefixes.load(
             [part.key for part in stored], compute_seconds(self._throughput.seconds, own)
@@ -202,7 +201,7 @@ class PromptLoader:
             self._store.load_ahead(self._keys_of(request, others))
         found: list[Future[KV | None]]
         if request.resident_only:
-            found = [resolved(self._store.get_resident(key)) for key in keys]
+            found = [completed(self._store.get_resident(key)) for key in keys]
         else:
             urgency = self._throughput.urgency(
                 link.computed,
@@ -212,7 +211,7 @@ class PromptLoader:
             )
             found = self._store.load(keys, urgency)
         return [
-            or_else(
+            fall_back(
                 kv,
                 partial(self._obtain, request, link, key, chunk),
                 accepts=partial(self._is_enough, link, chunk),
@@ -266,10 +265,10 @@ class PromptLoader:
             return build(None)
 
         def load(there: bool) -> Future[KV | None]:
-            return self._store.load([key], Urgency())[0] if there else resolved(None)
+            return self._store.load([key], Urgency())[0] if there else completed(None)
 
         accepts = partial(self._is_enough, link, chunk)
-        return or_else(then(asked, load), build, accepts=accepts)
+        return fall_back(chain(asked, load), build, accepts=accepts)
 
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None
@@ -289,7 +288,7 @@ class PromptLoader:
         _check_wanted(request)
         with_scores = chunk.scored or link.policy.needs.scores
         if chunk.place:  # it was evicted since the policy chose it
-            chunk = replace(chunk, place=0)
+            chunk = chunk.at_place(0)
             (key,) = self.keys([chunk], request.tenant)
         building = self._builder.build(
             key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores

@@ -34,7 +34,7 @@ from kvlinker.engines.embedded.scheduling.queues import (
 from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
-from kvlinker.store.holds import Hold
+from kvlinker.store.chunk_store import Hold
 
 logger = logging.getLogger(__name__)
 

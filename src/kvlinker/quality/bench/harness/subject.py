@@ -82,14 +82,17 @@ class MeasuredModel:
             fixed: dict[str, Any] = {
                 "max_variants": 0,
                 "prefix_cache": "off",
-                "redis_space": 0,
                 "object_space": 0,
             }
             if tier == "host":
                 fixed["host_memory"] = MEMORY
             else:
-                fixed |= {"host_memory": 0, f"{tier}_space": MEMORY}
-            if tier == "redis":
+                fixed["host_memory"] = 0
+            if tier in ("disk", "object"):
+                fixed[f"{tier}_space"] = MEMORY
+            if tier != "redis":
+                options["redis_url"] = ""
+            else:
                 fixed["redis_prefix"] = f"kvlinker-bench-{secrets.token_hex(4)}"
             if tier == "object":
                 fixed["object_url"] = f"file://{folder}/objects"

@@ -40,7 +40,7 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
         "api_keys": "",
         "admin_keys": "",
         "max_variants": 0,
-        "redis_space": 0,
+        "redis_url": "",
         "object_space": 0,
         "keep_answers": "off",
         "require_certificate": False,

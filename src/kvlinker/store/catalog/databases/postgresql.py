@@ -7,16 +7,23 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg_pool import ConnectionPool, PoolTimeout
 
 from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError, StoreError
-from kvlinker.base.installing import install_command
 from kvlinker.store.catalog.databases.interface import Values
-from kvlinker.store.catalog.databases.postgresql_tables import SCHEMA, create, exist, translated
-from kvlinker.store.catalog.databases.postgresql_texts import PostgresTexts
-from kvlinker.store.catalog.databases.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.databases.postgresql_tables import (
+    POSTGRES_VERSION,
+    SCHEMA,
+    PostgresTexts,
+    create,
+    exist,
+    translated,
+)
 from kvlinker.store.catalog.databases.state_lock import (
     PATIENCE_SECONDS,
     TRY_AGAIN_SECONDS,
@@ -38,6 +45,13 @@ chosen by hand."""
 
 LOCK_SECONDS = 10
 """The seconds that a transaction waits for earlier transactions; chosen by hand."""
+
+READ_SECONDS = 4.0
+"""The deadline of a read in seconds; chosen by hand. Reads take milliseconds."""
+
+WRITE_SECONDS = 12.0
+"""The deadline, in seconds, of a statement that writes or waits for earlier transactions; chosen by
+hand, longer than ``LOCK_SECONDS``."""
 
 _CONNECTION: dict[str, Any] = {
     "application_name": "kvlinker",
@@ -70,10 +84,52 @@ _LOCKED = "55P03"
 _ANY_KEY = "any"
 
 _COMPACTED = (
-    *("chunks", "variants", "texts", "words", "vectors"),
+    *("chunks", "variants", "texts", "vectors"),
     *("responses", "response_items"),
 )
 """The tables with callers' texts, in some form."""
+
+
+R = TypeVar("R")
+
+
+class SilentServerError(psycopg.OperationalError):
+    """The server did not answer in time; the connection is closed."""
+
+
+class PatientConnection(psycopg.Connection[Any]):
+    """A connection with a deadline for each statement. A server that hangs still acknowledges what
+    it gets, so that neither TCP nor a timeout of its own ends the waiting: only the client can."""
+
+    _seconds = READ_SECONDS
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Set the deadline of each statement in the block to ``seconds``."""
+        before, self._seconds = self._seconds, seconds
+        try:
+            yield
+        finally:
+            self._seconds = before
+
+    def wait(self, gen: Generator[Any, Any, R], *options: Any, **named: Any) -> R:
+        return super().wait(self._bounded(gen), *options, **named)
+
+    def _bounded(self, work: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
+        """Yield what ``work`` waits for, which is sent what became ready: nothing, several times a
+        second."""
+        deadline = time.monotonic() + self._seconds
+        try:
+            wanted = next(work)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:
+                    self.pgconn.finish()
+                    raise SilentServerError(f"no answer in {self._seconds:g} seconds")
+                wanted = work.send(ready)
+        except StopIteration as end:
+            result: R = end.value
+            return result
 
 
 class PostgresDatabase:
@@ -85,18 +141,7 @@ class PostgresDatabase:
         """Connect, and create the tables where they are missing. Raises StoreError if the URL is
         none, the tables are of another version or may not be created, and CatalogUnavailableError
         if the database does not answer."""
-        try:
-            import psycopg
-            from psycopg_pool import ConnectionPool, PoolTimeout
-
-            from kvlinker.store.catalog.databases import postgresql_connection
-        except ModuleNotFoundError as error:
-            raise StoreError(
-                f"catalog_url needs PostgreSQL's driver: {install_command('postgres')}."
-            ) from error
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # we say it ourselves
-        self._psycopg, self._patient = psycopg, postgresql_connection
-        self._timeout: type[Exception] = PoolTimeout
         self._url = url
         self.place = place_of(url)
         self._closed = False
@@ -116,7 +161,7 @@ class PostgresDatabase:
             url,
             min_size=1,
             max_size=MOST_CONNECTIONS,
-            connection_class=postgresql_connection.PatientConnection,
+            connection_class=PatientConnection,
             kwargs={**_CONNECTION, "autocommit": True},
             configure=lambda connection: connection.execute(_SESSION),
             timeout=CONNECT_SECONDS,
@@ -134,23 +179,23 @@ class PostgresDatabase:
     def query(self, statement: str, values: Values) -> Sequence[Any]:
         with self._errors():
             try:
-                rows: list[Any] = self._tried(
+                rows: list[Any] = self._run_on_live_connection(
                     lambda connection: connection.execute(translated(statement), values).fetchall()
                 )
-            except self._psycopg.DataError:  # a value that no row can have, such as one with NUL
+            except psycopg.DataError:  # a value that no row can have, such as one with NUL
                 return []
             return rows
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
         # who waited for one that got no answer learns of it before it asks itself
-        with self._in_turn(), self._errors(), self._begun() as connection:
+        with self._writing_turn(), self._errors(), self._writing_connection() as connection:
             try:
                 self._check_version(connection)
                 yield PostgresConnection(connection)
                 connection.execute("COMMIT")
             except BaseException:
-                with suppress(self._psycopg.Error):
+                with suppress(psycopg.Error):
                     connection.execute("ROLLBACK")
                 raise
 
@@ -165,12 +210,12 @@ class PostgresDatabase:
     def persist(self) -> None:
         with self._errors():
             # an empty entry of the log, which is on the disk with all that stands before it
-            self._tried(
+            self._run_on_live_connection(
                 lambda connection: connection.execute(
                     "BEGIN; SET LOCAL synchronous_commit = on;"
                     " SELECT pg_logical_emit_message(true, 'kvlinker', ''); COMMIT"
                 ),
-                self._patient.WRITE_SECONDS,
+                WRITE_SECONDS,
             )
 
     def check(self) -> Sequence[str]:
@@ -193,46 +238,46 @@ class PostgresDatabase:
     def connect(self) -> Any:
         """Return a connection outside the pool, which the caller closes."""
         with self._errors():
-            return self._patient.PatientConnection.connect(
-                self._url, autocommit=True, **_CONNECTION
-            )
+            return PatientConnection.connect(self._url, autocommit=True, **_CONNECTION)
 
-    def _tried(self, work: Callable[[Any], Any], seconds: float | None = None) -> Any:
+    def _run_on_live_connection(
+        self, work: Callable[[Any], Any], seconds: float | None = None
+    ) -> Any:
         """Return the result of ``work`` with a connection; of another one, where it was cut since
         it was last used, as all are when PostgreSQL restarts. ``seconds`` is the patience with each
         statement, a read's by default."""
-        seconds = self._patient.READ_SECONDS if seconds is None else seconds
+        seconds = READ_SECONDS if seconds is None else seconds
         for attempt in range(MOST_CONNECTIONS + 1):
             with self._pool.connection() as connection, connection.patience(seconds):
                 try:
                     return work(connection)
-                except self._psycopg.OperationalError as error:
+                except psycopg.OperationalError as error:
                     if not self._was_cut(connection, error) or attempt == MOST_CONNECTIONS:
                         raise
         return None
 
     @contextmanager
-    def _begun(self) -> Iterator[Any]:
+    def _writing_connection(self) -> Iterator[Any]:
         """Yield a connection in a transaction without concurrent writers."""
         for attempt in range(MOST_CONNECTIONS + 1):
             with self._pool.connection() as connection:
                 try:
                     connection.execute("BEGIN")
-                except self._psycopg.OperationalError as error:
+                except psycopg.OperationalError as error:
                     if not self._was_cut(connection, error) or attempt == MOST_CONNECTIONS:
                         raise
                     continue
-                with connection.patience(self._patient.WRITE_SECONDS):
+                with connection.patience(WRITE_SECONDS):
                     connection.execute(f"SELECT pg_advisory_xact_lock({_WRITING})")
                     yield connection
                 return
 
     def _was_cut(self, connection: Any, error: Exception) -> bool:
         """Return whether a connection ended before it was used, so that another one may do."""
-        return connection.closed and not isinstance(error, self._patient.SilentServerError)
+        return connection.closed and not isinstance(error, SilentServerError)
 
     @contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _writing_turn(self) -> Iterator[None]:
         """Let one thread of this server write at a time, so that those that wait take one
         connection and not all."""
         if time.monotonic() < self._asked_again_at:
@@ -248,13 +293,13 @@ class PostgresDatabase:
         """Make the tables where there are none: statements that change tables would wait for
         transactions of servers at work, and they for this one."""
         with self._errors():
-            if not self._tried(exist):
-                with self._begun() as connection:
+            if not self._run_on_live_connection(exist):
+                with self._writing_connection() as connection:
                     try:
                         create(connection)
                         connection.execute("COMMIT")
                     except BaseException:
-                        with suppress(self._psycopg.Error):
+                        with suppress(psycopg.Error):
                             connection.execute("ROLLBACK")
                         raise
         with self.transaction():
@@ -265,11 +310,11 @@ class PostgresDatabase:
         version, key = connection.execute(
             "SELECT number, (SELECT sealed FROM encryption) FROM version"
         ).fetchone()
-        if version != SCHEMA_VERSION:
-            age = "an older" if version < SCHEMA_VERSION else "a newer"
+        if version != POSTGRES_VERSION:
+            age = "an older" if version < POSTGRES_VERSION else "a newer"
             raise StoreError(
                 f"The catalog {self.place} was written by {age} kvlinker: it has schema {version},"
-                f" and this kvlinker reads only schema {SCHEMA_VERSION}. Use the kvlinker that"
+                f" and this kvlinker reads only schema {POSTGRES_VERSION}. Use the kvlinker that"
                 f" wrote it, another database, or rename its schema (ALTER SCHEMA {SCHEMA} RENAME"
                 " TO …): a new one is made, and the context caches have to be created again."
             )
@@ -290,23 +335,23 @@ class PostgresDatabase:
         try:
             yield
             self._silent = False
-        except self._timeout as error:
+        except PoolTimeout as error:
             self._silent = True
             self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
-            raise self._unavailable(self._told(error)) from None
-        except self._psycopg.DataError as error:
+            raise self._unavailable(self._reason(error)) from None
+        except psycopg.DataError as error:
             raise InvalidRequestError(
-                f"The catalog cannot hold this: {self._told(error)}."
+                f"The catalog cannot hold this: {self._reason(error)}."
             ) from None
-        except self._psycopg.Error as error:
-            cut = isinstance(error, self._psycopg.OperationalError)
+        except psycopg.Error as error:
+            cut = isinstance(error, psycopg.OperationalError)
             state = error.sqlstate or ("08000" if cut else "")
             if state.startswith(_OUTAGES):
                 self._silent = True
                 self._asked_again_at = time.monotonic() + OUTAGE_SECONDS
             if state.startswith((*_OUTAGES, _LOCKED)):
-                raise self._unavailable(self._told(error)) from None
-            raise StoreError(f"The catalog {self.place} failed: {self._told(error)}.") from None
+                raise self._unavailable(self._reason(error)) from None
+            raise StoreError(f"The catalog {self.place} failed: {self._reason(error)}.") from None
         finally:
             if probes:
                 self._probing.release()
@@ -317,7 +362,7 @@ class PostgresDatabase:
             " up until it does; send texts, or try again."
         )
 
-    def _told(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return redacted(lines[0], self._url).rstrip(".")
 
@@ -347,19 +392,19 @@ class PostgresStateLock:
         self._held: str | None = None
 
     def share(self) -> None:
-        if not self._taken("_shared", PATIENCE_SECONDS):
+        if not self._try_lock("_shared", PATIENCE_SECONDS):
             raise rekeying_error(f"catalog {self._database.place}")
         self._database.expect_key(any_key=False)
 
     def take_alone(self, patience: float = 0.0) -> None:
-        if not self._taken("", patience):
+        if not self._try_lock("", patience):
             raise in_use_error(f"catalog {self._database.place}")
         self._database.expect_key(any_key=True)
 
     def close(self) -> None:
         self._connection.close()
 
-    def _taken(self, kind: str, patience: float) -> bool:
+    def _try_lock(self, kind: str, patience: float) -> bool:
         """Release a lock that is held, then acquire this ``kind`` of it; return whether that was
         possible. Otherwise two processes that share the lock, and want it alone, would wait for
         each other."""

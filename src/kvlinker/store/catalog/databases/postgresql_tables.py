@@ -1,15 +1,46 @@
-"""The catalog's tables and statements, as PostgreSQL takes them."""
+"""The catalog's tables, statements and index of texts, as PostgreSQL takes them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvlinker.store.catalog.databases.postgresql_texts import TEXT_TABLES
-from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
+from kvlinker.store.catalog.databases.interface import Connection, Database
+from kvlinker.store.catalog.databases.schema import ACCOUNTS, TABLES
 
 SCHEMA = "kvlinker"
+
+POSTGRES_VERSION = 12
+"""The one version of PostgreSQL's tables that is read. A change of ``schema.TABLES``, or of
+``TEXT_TABLES``, takes the next number."""
+
+TEXT_TABLES = (
+    """CREATE TABLE texts (
+        number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        tenant TEXT NOT NULL,
+        key TEXT NOT NULL UNIQUE REFERENCES chunks (key) ON DELETE CASCADE,
+        text TEXT NOT NULL,
+        words TSVECTOR NOT NULL
+    )""",
+    "CREATE INDEX texts_by_word ON texts USING gin (words)",
+)
+
+SEARCHED_CHARACTERS = 200_000
+"""The characters at the beginning of a text that are searched. PostgreSQL takes at most 1 MiB of
+words and positions for a text, which this many characters of four bytes each never exceed."""
+
+_FIND = """SELECT h.id, ts_rank(t.words, asked.query, 1), t.text, k.length, h.metadata
+    FROM websearch_to_tsquery('english', :words) AS asked(query)
+    JOIN texts t ON t.tenant = :tenant AND t.words @@ asked.query
+    JOIN chunks k ON k.key = t.key AND k.fingerprint = :fingerprint
+    JOIN context_caches h ON h.number = (
+        SELECT max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND {condition}
+    )
+    ORDER BY 2 DESC, t.number LIMIT :limit"""
+"""``ts_rank`` adds up the words that a text has, where ``ts_rank_cd`` would weigh how near together
+they are: a query's words are alternatives. 1 divides by the logarithm of the text's length."""
 
 _TYPES = {
     "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -63,4 +94,48 @@ def create(connection: Any) -> None:
             f"CREATE TRIGGER {name} AFTER {event} ON {table} FOR EACH ROW EXECUTE FUNCTION {name}()"
         )
     connection.execute("CREATE TABLE version (number BIGINT NOT NULL)")
-    connection.execute("INSERT INTO version VALUES (%s)", (SCHEMA_VERSION,))
+    connection.execute("INSERT INTO version VALUES (%s)", (POSTGRES_VERSION,))
+
+
+class PostgresTexts:
+    """PostgreSQL implementation of Texts, by its full-text search. A foreign key deletes a text
+    with its chunk."""
+
+    def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
+        text = text.replace("\0", " ")
+        (number,) = connection.execute(
+            "INSERT INTO texts (tenant, key, text, words)"
+            " VALUES (?, ?, ?, to_tsvector('english', ?)) RETURNING number",
+            (tenant, chunk_key, text, text[:SEARCHED_CHARACTERS]),
+        ).fetchone()
+        return int(number)
+
+    def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
+        """Do nothing: the foreign key has deleted the text."""
+
+    def remove_all(self, connection: Connection) -> bool:
+        removed = connection.execute("DELETE FROM texts RETURNING number").fetchall()
+        connection.execute("UPDATE chunks SET text_number = NULL WHERE text_number IS NOT NULL")
+        return bool(removed)
+
+    def find(
+        self,
+        database: Database,
+        words: Sequence[str],
+        *,
+        tenant: str,
+        fingerprint: str,
+        condition: str,
+        values: Mapping[str, Any],
+        limit: int,
+    ) -> Sequence[Any]:
+        return database.query(
+            _FIND.format(condition=condition),
+            {
+                **values,
+                "tenant": tenant,
+                "fingerprint": fingerprint,
+                "words": " or ".join(f'"{word}"' for word in words),
+                "limit": limit,
+            },
+        )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvlinker.base.errors import StoreError
-from kvlinker.store.catalog.databases.interface import Values
+from kvlinker.store.catalog.databases.interface import Connection, Database, Values
 from kvlinker.store.catalog.databases.schema import ACCOUNTS, SCHEMA_VERSION, TABLES
-from kvlinker.store.catalog.databases.sqlite_texts import FTS5Texts
 from kvlinker.store.catalog.databases.state_lock import DirectoryLock
 from kvlinker.store.format.durability import synchronize
 
@@ -21,6 +20,70 @@ _BUSY_SECONDS = 10.0
 _CHECKED_AT_ONCE_BYTES = 64 << 20
 """Files up to this size are checked when they are opened; reading all of a larger one would hold up
 the start."""
+
+_FORGETS_AT_ONCE = (3, 42, 0)
+"""The version of SQLite from which FTS5 removes a deleted text's words at once; before, they go in
+later merges."""
+
+TOKENIZE = "porter unicode61"
+"""How FTS5 splits texts into words: English stems, no accents."""
+
+
+class FTS5Texts:
+    """SQLite implementation of Texts, by FTS5."""
+
+    def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
+        connection.execute(
+            f"INSERT INTO {_table_of(connection, tenant)} (text) VALUES (?)", (text,)
+        )
+        (number,) = connection.execute("SELECT last_insert_rowid()").fetchone()
+        return int(number)
+
+    def remove(self, connection: Connection, tenant: str, number: int | None) -> None:
+        if number is not None:
+            connection.execute(
+                f"DELETE FROM {_table_of(connection, tenant)} WHERE rowid = ?", (number,)
+            )
+
+    def remove_all(self, connection: Connection) -> bool:
+        numbers = connection.execute("SELECT number FROM search_indexes").fetchall()
+        for (number,) in numbers:
+            connection.execute(f"DROP TABLE IF EXISTS {_table_name(number)}")
+        connection.execute("DELETE FROM search_indexes")
+        connection.execute("UPDATE chunks SET text_number = NULL WHERE text_number IS NOT NULL")
+        return bool(numbers)
+
+    def find(
+        self,
+        database: Database,
+        words: Sequence[str],
+        *,
+        tenant: str,
+        fingerprint: str,
+        condition: str,
+        values: Mapping[str, Any],
+        limit: int,
+    ) -> Sequence[Any]:
+        found = database.query(
+            "SELECT number FROM search_indexes WHERE tenant = :tenant", {"tenant": tenant}
+        )
+        if not found:
+            return ()
+        table = _table_name(found[0][0])
+        return database.query(
+            f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t CROSS JOIN chunks k"
+            " ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
+            " CROSS JOIN context_caches h ON h.number = (SELECT max(c.number) FROM context_caches"
+            f" c WHERE c.chunk_key = k.key AND {condition}) WHERE {table} MATCH :match"
+            " ORDER BY t.rank LIMIT :limit",
+            {
+                **values,
+                "tenant": tenant,
+                "fingerprint": fingerprint,
+                "match": " OR ".join(f'"{word}"' for word in words),
+                "limit": limit,
+            },
+        )
 
 
 class SQLiteConnection(sqlite3.Connection):
@@ -75,8 +138,11 @@ class SQLiteDatabase:
             raise
 
     def query(self, statement: str, values: Values) -> Sequence[Any]:
-        with self._lock, self._errors():
-            return self._connection.execute(statement, values).fetchall()
+        try:
+            with self._lock:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._store_error(error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[SQLiteConnection]:
@@ -200,21 +266,23 @@ class SQLiteDatabase:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreErrors that name the file and the way out."""
+        """Raise SQLite's errors as StoreErrors."""
         try:
             yield
         except sqlite3.Error as error:
-            if isinstance(
-                error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
-            ):
-                raise StoreError(
-                    f"The catalog {self._path} failed: {error}.{_way_out(error)}"
-                ) from error
-            raise StoreError(
-                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
-                " -shm files) and start again: a new one is made, and the context caches of the"
-                " old one have to be created again."
-            ) from error
+            raise self._store_error(error) from error
+
+    def _store_error(self, error: sqlite3.Error) -> StoreError:
+        """Return the StoreError that names the file and the way out."""
+        if isinstance(
+            error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
+        ):
+            return StoreError(f"The catalog {self._path} failed: {error}.{_way_out(error)}")
+        return StoreError(
+            f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and"
+            " -shm files) and start again: a new one is made, and the context caches of the"
+            " old one have to be created again."
+        )
 
 
 def _way_out(error: sqlite3.Error) -> str:
@@ -245,3 +313,25 @@ def _create(connection: sqlite3.Connection) -> None:
         statement = statement.replace("unixepoch()", "CAST(strftime('%s', 'now') AS INTEGER)")
         connection.execute(f"CREATE TRIGGER {name} AFTER {event} ON {table} BEGIN {statement}; END")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _table_of(connection: Connection, tenant: str) -> str:
+    """Return the name of the tenant's table, which is made where it is missing."""
+    row = connection.execute(
+        "SELECT number FROM search_indexes WHERE tenant = ?", (tenant,)
+    ).fetchone()
+    if row is not None:
+        return _table_name(row[0])
+    (number,) = connection.execute(
+        "INSERT INTO search_indexes (tenant) VALUES (?) RETURNING number", (tenant,)
+    ).fetchone()
+    table = _table_name(number)
+    connection.execute(f"CREATE VIRTUAL TABLE {table} USING fts5(text, tokenize = '{TOKENIZE}')")
+    if sqlite3.sqlite_version_info >= _FORGETS_AT_ONCE:
+        connection.execute(f"INSERT INTO {table} ({table}, rank) VALUES ('secure-delete', 1)")
+    return table
+
+
+def _table_name(number: int) -> str:
+    """Name the table of the search index with this number."""
+    return f"texts_{number}"

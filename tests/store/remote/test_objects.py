@@ -21,8 +21,8 @@ from hypothesis.stateful import initialize, invariant
 from kvlinker.base.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
-from kvlinker.store.tiers import BlobTier, object_tier
-from kvlinker.store.tiers.object import ObjectMedium
+from kvlinker.store.remote.blob_tier import BlobTier
+from kvlinker.store.remote.objects import ObjectMedium, object_tier
 from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from tests.store.tiers.test_tiers import KV, TierMachine

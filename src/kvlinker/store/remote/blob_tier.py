@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,12 +20,10 @@ from kvlinker.store.format.byte_source import BufferSource, Bytes, ReadAheadSour
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.compression import UnreadableHereError
-from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.format.sealing import NOT_SEALED, Sealing
 from kvlinker.store.loading.bandwidths import speed_name
-from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.store.tiers.base import TierCheck, checked_key
-from kvlinker.store.tiers.medium import (
+from kvlinker.store.remote.medium import (
     KEYS_AT_ONCE,
     BlobDamaged,
     BlobMedium,
@@ -33,7 +31,9 @@ from kvlinker.store.tiers.medium import (
     MediumUsage,
     WriteOutcome,
 )
-from kvlinker.store.tiers.outages import ANSWER_SECONDS, PAUSE_SECONDS, GuardedMedium
+from kvlinker.store.remote.outages import ANSWER_SECONDS, PAUSE_SECONDS, GuardedMedium
+from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.store.tiers.base import TierCheck, checked_key
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class BlobTier:
 
     @property
     def used_bytes(self) -> int:
-        """The sum of the blobs' sizes, as last known while the medium does not answer."""
+        """The medium's own count, as last known while the medium does not answer."""
         return self._usage().used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
@@ -284,18 +284,6 @@ class BlobTier:
         with self._lock:
             self._tombstoned.discard(key)
         return True
-
-
-@contextmanager
-def emptied(tier: BlobTier) -> Iterator[BlobTier]:
-    """Yield a tier for samples: emptied of what a process that was killed has left, and in the end
-    removed."""
-    try:
-        tier.clear()
-        yield tier
-    finally:
-        tier.clear()
-        tier.close()
 
 
 def missing_library(extra: str) -> StoreError:

@@ -30,7 +30,8 @@ class BlobDamaged(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class MediumUsage:
-    """The fill level of a medium, counting the blobs of all servers."""
+    """The fill level of a medium by its own count: of all servers' blobs, and perhaps of other
+    programs' data."""
 
     used_bytes: int
     blobs: int
@@ -46,7 +47,8 @@ class WriteOutcome:
 
 
 class BlobMedium(Protocol):
-    """Keeps blobs under chunk keys, and evicts the least recently used of all servers first.
+    """Keeps blobs under chunk keys, and evicts the least recently used of all servers first. A
+    medium that evicts by itself, as Redis does, reports no evictions.
 
     Blobs appear whole or not at all. Methods may be called from any thread and may wait for a
     network; each raises MediumUnavailable and MediumRefused, and leaves the medium consistent when
@@ -88,10 +90,10 @@ class BlobMedium(Protocol):
         """Remove whatever lies under the key."""
 
     def keys(self) -> tuple[str, ...]:
-        """Return the keys of all blobs, the least recently used first."""
+        """Return the keys of all blobs, the least recently used first where the order is known."""
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of those of the keys that are accounted here, with one question; at most
+        """Return the bytes of those of the keys that are known here, with one question; at most
         KEYS_AT_ONCE."""
 
     def usage(self) -> MediumUsage:

@@ -9,22 +9,21 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.format.codecs import RAW, Codec, find_codec
+from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX
-from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.redaction import place_of, redacted
-from kvlinker.store.tiers.base import Tier
-from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
-from kvlinker.store.tiers.medium import (
+from kvlinker.store.remote.blob_tier import EXCHANGE_SECONDS, BlobTier, missing_library
+from kvlinker.store.remote.medium import (
     BlobDamaged,
     BlobGone,
     MediumRefused,
@@ -32,7 +31,9 @@ from kvlinker.store.tiers.medium import (
     MediumUsage,
     WriteOutcome,
 )
-from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
+
+if TYPE_CHECKING:
+    from kvlinker.store.format.encryption import Cipher
 
 LISTING_SECONDS = 300.0
 """The time from one listing of what other servers wrote and removed to the next."""
@@ -359,41 +360,6 @@ def object_tier(
         medium,
         events,
         conceal=partial(redacted, url=url),
-        sealing=Sealing(cipher),
+        sealing=sealing_of(cipher),
         codec=codec,
     )
-
-
-@register
-class ConfiguredObjects(ConfiguredTier):
-    """Keeps chunks in the object store that ``object_url`` names."""
-
-    name = "object"
-    rank = 40
-    settings = ("object_url", "object_space", "object_codec")
-
-    @property
-    def budget_bytes(self) -> int:
-        return 0 if self.setup.settings.object_url is None else self.setup.settings.object_space
-
-    @property
-    def codec(self) -> Codec:
-        return find_codec(self.setup.settings.object_codec)
-
-    def open(self) -> Tier:
-        return self._opened(self.budget_bytes, self.setup.events)
-
-    def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return emptied(self._opened(budget_bytes, Events(), SCRATCH))
-
-    def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
-        url = self.setup.settings.object_url
-        assert url is not None  # else it is left out
-        return object_tier(
-            url.get_secret_value(),
-            budget_bytes,
-            events,
-            folder=folder,
-            cipher=self.setup.cipher,
-            codec=self.codec,
-        )

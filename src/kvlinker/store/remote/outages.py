@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from kvlinker.base.events import Events, TierUnavailable
-from kvlinker.store.tiers.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable
+from kvlinker.store.remote.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable
 
 logger = logging.getLogger(__name__)
 

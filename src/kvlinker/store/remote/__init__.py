@@ -1,0 +1,1 @@
+"""Tiers that servers share, in media outside this machine: only their settings import them."""

@@ -1,0 +1,251 @@
+"""The Redis tier on a real server, which limits itself and evicts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from kvlinker.base.events import ChunkDamaged, Events, TierUnavailable
+from kvlinker.base.installing import install_command
+from kvlinker.store import StoreError
+from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.store.remote.blob_tier import BlobTier
+from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
+from kvlinker.store.remote.objects import object_tier
+from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, redis_tier
+from tests.redis_server import RedisServer
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
+from tests.store.tiers.test_tiers import KV
+
+
+def blob_size(number: int) -> int:
+    return encode_chunk(key_of(number), KV[number]).nbytes
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def tier(redis_server: RedisServer, recorder: Recorder) -> Iterator[BlobTier]:
+    tier = redis_tier(redis_server.url, recorder.events)
+    yield tier
+    assert recorder.of(TierUnavailable) == []
+    tier.close()
+
+
+@pytest.mark.parametrize("tokens", [1, PART_BYTES // 80, PART_BYTES // 80 + 1, PART_BYTES // 8])
+def test_blobs_of_any_number_of_parts_come_back_bit_for_bit(tier: BlobTier, tokens: int) -> None:
+    kv = chunk_kv(1, tokens=tokens)
+    assert tier.put(key_of(1), kv)
+    found = tier.get(key_of(1))
+    assert found is not None
+    assert same_kv(found, kv)
+
+
+def test_sizes_take_one_question_for_many_keys(redis_server: RedisServer, tier: BlobTier) -> None:
+    for number in (1, 2):
+        tier.put(key_of(number), KV[number])
+    redis_server.client.hset(f"kvlinker:chunk:{key_of(3)}", "size", "many")
+    redis_server.client.set(f"kvlinker:chunk:{key_of(4)}", "garbage")
+    reads = redis_server.client.info("stats")["total_reads_processed"]
+    found = tier.sizes(map(key_of, range(3 * KEYS_AT_ONCE)))
+    assert found == {key_of(number): blob_size(number) for number in (1, 2)}
+    packets = 3 * KEYS_AT_ONCE * 150 // 16_384 + 3  # some 150 bytes a question, 16 KB a read
+    assert redis_server.client.info("stats")["total_reads_processed"] - reads <= packets + 3
+
+
+def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -> None:
+    tier.put(key_of(1), chunk_kv(1, tokens=PART_BYTES // 8))
+    size = tier.nbytes(key_of(1))
+    assert size is not None
+    assert size > 9 * PART_BYTES
+    whole = bytearray(size)
+    tier._medium.read_into(key_of(1), 0, memoryview(whole))
+    for start, length in (
+        (0, 8),
+        (PART_BYTES - 1, 2),
+        (PART_BYTES, PART_BYTES),
+        (size - 3, 3),
+        (7, size - 7),
+    ):
+        part = bytearray(length)
+        tier._medium.read_into(key_of(1), start, memoryview(part))
+        assert part == whole[start : start + length]
+
+
+def test_a_second_server_finds_what_the_first_one_put(
+    redis_server: RedisServer, tier: BlobTier
+) -> None:
+    tier.put(key_of(1), KV[1])
+    other = redis_tier(redis_server.url, Recorder().events)
+    assert other.contains(key_of(1))
+    assert same_kv(other.get(key_of(1)), KV[1])
+    assert len(other) == len(tier) == 1
+    other.delete(key_of(1))
+    assert tier.get(key_of(1)) is None
+    assert len(tier) == 0
+
+
+def test_foreign_keys_are_never_touched(redis_server: RedisServer, recorder: Recorder) -> None:
+    foreign = {
+        b"mine": b"1",
+        b"kvlinker": b"2",
+        b"kvlinker2:chunk:" + key_of(1).encode(): b"3",
+        b"other:uses": b"4",
+    }
+    for name, value in foreign.items():
+        redis_server.client.set(name, value)
+    neighbour = redis_tier(redis_server.url, recorder.events, prefix="kv?inker*")
+    tier = redis_tier(redis_server.url, recorder.events)
+    neighbour.put(key_of(1), KV[1])
+    for number in range(6):
+        tier.put(key_of(number), KV[number])
+    assert set(tier.keys()) == set(map(key_of, range(6)))
+    assert tier.check().checked == 6
+    for number in range(5):
+        tier.delete(key_of(number))
+    tier.clear()
+    assert same_kv(neighbour.get(key_of(1)), KV[1])
+    assert {name: redis_server.client.get(name) for name in foreign} == foreign
+    neighbour.delete(key_of(1))
+    assert set(redis_server.client.keys("*")) == foreign.keys()
+
+
+def test_chunks_that_nobody_uses_expire(redis_server: RedisServer, tier: BlobTier) -> None:
+    tier.put(key_of(1), KV[1])
+    (name,) = redis_server.client.keys("*")
+    assert name.decode() == f"kvlinker:chunk:{key_of(1)}"
+    assert redis_server.client.ttl(name) == UNUSED_SECONDS
+    redis_server.client.expire(name, 5)
+    assert tier.contains(key_of(1))
+    assert redis_server.client.ttl(name) <= 5, "a look is not a use"
+    assert tier.get(key_of(1)) is not None
+    assert redis_server.client.ttl(name) == UNUSED_SECONDS
+    redis_server.client.expire(name, 0)
+    assert tier.get(key_of(1)) is None
+    assert tier.check().checked == 0
+
+
+def test_budget_and_usage_are_those_of_redis(redis_server: RedisServer, tier: BlobTier) -> None:
+    """All keys and bytes of the server count, whoever wrote them."""
+    redis_server.client.config_set("maxmemory", 1 << 26)
+    tier.put(key_of(1), KV[1])
+    redis_server.client.set("foreign", b"x" * 1_000_000)
+    assert tier.used_bytes > 1_000_000 + blob_size(1)
+    assert (len(tier), tier.budget_bytes) == (2, 1 << 26)
+
+
+@pytest.mark.parametrize(
+    ("maxmemory", "policy", "warning"),
+    [
+        (0, "noeviction", "has no maxmemory"),
+        (1 << 26, "noeviction", "maxmemory-policy noeviction"),
+        (1 << 26, "allkeys-lru", None),
+        (1 << 26, "volatile-lru", None),
+    ],
+)
+def test_a_start_warns_where_redis_does_not_limit_itself(
+    redis_server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    maxmemory: int,
+    policy: str,
+    warning: str | None,
+) -> None:
+    redis_server.client.config_set("maxmemory", maxmemory)
+    redis_server.client.config_set("maxmemory-policy", policy)
+    tier = redis_tier(redis_server.url, Events())
+    assert tier.put(key_of(1), KV[1])
+    assert tier.budget_bytes >= maxmemory
+    tier._medium.open()  # as after an outage
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (warning is not None)
+    assert all(str(warning) in line for line in said)
+    tier.close()
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
+def test_a_full_redis_evicts_chunks(
+    redis_server: RedisServer, tier: BlobTier, recorder: Recorder, policy: str
+) -> None:
+    room = redis_server.client.info("memory")["used_memory"] + 6_000_000
+    redis_server.client.config_set("maxmemory", room)
+    redis_server.client.config_set("maxmemory-policy", policy)
+    kv = chunk_kv(1, tokens=12_000)  # 1 MB
+    for number in range(20):
+        assert tier.put(key_of(number), kv)
+    present = [number for number in range(20) if tier.contains(key_of(number))]
+    assert 0 < len(present) < 10
+    assert all(same_kv(tier.get(key_of(number)), kv) for number in present)
+    assert tier.used_bytes <= tier.budget_bytes == room
+    assert recorder.of(ChunkDamaged) == []
+
+
+def test_a_write_that_breaks_off_leaves_nothing(redis_server: RedisServer, tier: BlobTier) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(9 * PART_BYTES))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tier._medium.write(key_of(1), 10 * PART_BYTES, pieces())
+    assert redis_server.client.keys("*") == []
+
+
+def test_a_chunk_that_is_evicted_while_it_is_written_is_not_stored(
+    redis_server: RedisServer, tier: BlobTier
+) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(9 * PART_BYTES))
+        (temporary,) = redis_server.client.keys("kvlinker:temporary:*")
+        redis_server.client.delete(temporary)
+        yield memoryview(bytes(PART_BYTES))
+
+    with pytest.raises(MediumRefused, match="evicted"):
+        tier._medium.write(key_of(1), 10 * PART_BYTES, pieces())
+    assert redis_server.client.keys("*") == []
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://localhost", "redis://:se/cret@host:1", "redis://x:port"]
+)
+def test_a_url_that_is_none_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(StoreError, match=r"redis://\[user:password@\]host:port") as raised:
+        redis_tier(url, Recorder().events)
+    assert "cret" not in str(raised.value)
+
+
+def test_caller_mistakes_are_told(tier: BlobTier) -> None:
+    for call in (
+        tier.get,
+        tier.contains,
+        tier.delete,
+        tier.nbytes,
+        lambda key: tier.put(key, KV[1]),
+    ):
+        with pytest.raises(ValueError, match="not a chunk key"):
+            call("../etc")
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "make", "extra"),
+    [
+        ("redis", "redis", partial(redis_tier, "redis://localhost"), "redis"),
+        ("fsspec", "object", partial(object_tier, "file:///nowhere", 1), "remote"),
+    ],
+)
+def test_a_missing_library_is_told_with_the_extra_that_brings_it(
+    library: str,
+    module: str,
+    make: Callable[..., BlobTier],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"kvlinker.store.tiers.{module}", raising=False)
+    with pytest.raises(StoreError, match=re.escape(install_command(extra))):
+        make(Events())
