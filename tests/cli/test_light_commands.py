@@ -11,7 +11,7 @@ import pytest
 from kvlinker.engines.contract import known_models
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.llm import LLM
-from kvlinker.service.word_search import found_by_words
+from kvlinker.service.state import found_by_words
 from kvlinker.settings import Settings, load_settings
 from tests.doors.http.serving import tiny_model, tiny_settings
 
