@@ -38,7 +38,6 @@ BUDGETS = {
     "kvlinker/cli": 7,
     "kvlinker/engines": 171,
     "kvlinker/quality": 20,
-    "kvlinker/service": 46,
     "kvlinker_fleet": 10,
     "kvlinker_fleet/ray_serve": 2,
     "kvlinker_lab": 28,

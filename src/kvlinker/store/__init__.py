@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.events import Events
+from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.types.chunks import Eviction
 from kvlinker.base.types.context_cache import (
     UNCHANGED,
@@ -82,7 +82,7 @@ def open_store(
     """
     host_bytes = settings.host_memory if host_bytes is None else host_bytes
     next_uses = NextUses(events)
-    events.subscribe(next_uses.listen)
+    events.subscribe(next_uses.listen, ChunkNamed)
     setup = TierSetup(
         settings,
         events,
