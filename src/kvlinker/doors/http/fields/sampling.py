@@ -238,6 +238,8 @@ class SamplingBody(DecodingFields):
         """Return the part of the first answer to keep, which ``reader`` makes readers for; None for
         nothing. Where the request does not say, the server's setting does."""
         part, ttl = self.linking.keep or llm.settings.keep_answers, self.linking.ttl
+        if part == "off" and ttl is None:
+            return None
         return KeepRequest.of(part, None if ttl is None else ttl_seconds(ttl), reader)
 
     @property
