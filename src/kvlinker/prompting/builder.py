@@ -192,6 +192,7 @@ class PromptBuilder:
         model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
+        # Before ids are checked one by one: a client may send millions.
         if parts and isinstance(parts[0], int):
             self.limit.check_ids(len(parts), param="prompt")
         texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
@@ -235,6 +236,7 @@ class PromptBuilder:
         joined = _join_texts(parts)
         self.limit.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
+        # A chunk in context "bos" brings BOS along: models expect one alone.
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()
         segments: list[Segment] = []

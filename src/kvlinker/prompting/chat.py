@@ -111,6 +111,7 @@ class ChatTemplate:
         """
         shown: list[str | Chunk] | None = None
         if documents and self._takes_documents:
+            # Some templates mention documents, and show only titles, or each twice.
             with suppress(InvalidRequestError):
                 shown = self._render_parts(messages, documents, options)
         if shown is None:
@@ -159,6 +160,7 @@ class ChatTemplate:
             if self.has_variable(name):
                 variables[name] = value
         options = replace(options, variables=variables)
+        # Templates trim, reorder or quote strings, so chunks pass through them as words.
         word = _unused_word(messages, documents, options)
         parts: list[Chunk | str] = []  # by the number in the word that the template shows for each
         plain: list[dict[str, Any]] = []

@@ -323,6 +323,7 @@ class PromptCalls(Parts):
             workflow=asked.step.name if asked.step else None,
         )
         step = asked.step
+        # Before the request is queued: an unknown id in its step refuses it.
         if step is not None:
             expected = self.agents.workflows.expected(step, tenant=tenant)
             sink = self.agents.workflows.watch(sink)

@@ -60,7 +60,7 @@ def open_state(
     return StateDirectory(catalog, store)
 
 
-def found_by_words(
+def search_by_words(
     settings: Settings, query: str, *, tenant: str, limit: int, metadata: Mapping[str, str]
 ) -> tuple[SearchHit, ...] | None:
     """Return what ``LLM.search`` would find by words; None where it takes the model to know: the

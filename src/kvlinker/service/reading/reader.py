@@ -172,6 +172,7 @@ class ContentReader:
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> ReadPrompt:
         """Read a conversation about documents."""
+        # Errors name the places of ids as the caller wrote them, so before any change of order.
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
             _note_places(message.content, f"messages.{index}.content", places)
@@ -188,6 +189,7 @@ class ContentReader:
         for message in messages:
             parts += message.content
             names.append(message.name or "")
+        # Encoding, and a template, take long for texts that cannot fit anyway.
         self._builder.limit.check_texts(_texts_of((*names, *parts)), param="messages")
         definitions: list[MarkedText] = []
         if options.tools:
@@ -291,6 +293,7 @@ class ContentReader:
         prompt = prompt.with_tokens_of(lost) if lost else prompt
         reusable = 0
         if notices:
+            # Answers say how many tokens the setting implicit = "auto" would have linked.
             for passage in self._recognizer.notice(prompt.texts, tenant=how.tenant, salt=how.salt):
                 first, last = passage.tokens
                 reusable += last - first
