@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.prompting.texts import Passage, PromptText
+from kvlinker.prompting.segments import Passage, PromptText
 from kvlinker.service.implicit import recognition
 from kvlinker_lab import joining
 from kvlinker_lab.joining import Recognised, Template, find_template, recognise

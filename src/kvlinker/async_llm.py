@@ -29,9 +29,9 @@ from kvlinker.service.content import (
     Messages,
     refuse_tools_in_text,
 )
+from kvlinker.service.context_caches.calls import progress_bar
 from kvlinker.service.context_caches.checks import texts_of
 from kvlinker.service.context_caches.creation import Metadata
-from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.settings import Options
 from kvlinker.store import ContextCache
 

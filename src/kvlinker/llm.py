@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.errors import InvalidRequestError, StoreError
@@ -24,8 +24,8 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.linking import Explanation, Policy
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.prompting.segments import Prompt
+from kvlinker.service.agents.workflows import WorkflowStep
 from kvlinker.service.answer import Answer, AnswerBuilder, AnswerStream, ChoiceSink
-from kvlinker.service.builders import BuilderClient
 from kvlinker.service.content import (
     ChatOptions,
     CompletionContent,
@@ -42,8 +42,10 @@ from kvlinker.service.model_calls import ModelCalls
 from kvlinker.service.prompt_calls import PreparedRequest, PromptCalls
 from kvlinker.service.reading import ReadPrompt
 from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source
-from kvlinker.service.workflows import WorkflowStep
 from kvlinker.settings import Options, Settings, load_settings
+
+if TYPE_CHECKING:
+    from kvlinker.service.builders import BuilderClient
 
 __all__ = [
     "LLM",

@@ -11,7 +11,7 @@ import pytest
 from kvlinker.engines.contract import known_models
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.llm import LLM
-from kvlinker.service.word_search import found_by_words
+from kvlinker.service.state import search_by_words
 from kvlinker.settings import Settings, load_settings
 from tests.doors.http.serving import tiny_model, tiny_settings
 
@@ -40,7 +40,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def search(settings: Settings, query: str) -> list[str] | None:
-    found = found_by_words(settings, query, tenant="default", limit=3, metadata={})
+    found = search_by_words(settings, query, tenant="default", limit=3, metadata={})
     return None if found is None else [hit.text for hit in found]
 
 

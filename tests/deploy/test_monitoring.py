@@ -20,7 +20,7 @@ from kvlinker.base.events import (
     ChunkLookup,
     FirstToken,
     RequestFinished,
-    SuccessorsForetold,
+    SuccessorsPredicted,
     TierUnavailable,
 )
 from kvlinker.doors.http.edge.access import OPEN_PATHS
@@ -45,7 +45,7 @@ def exposed(served: Served) -> Mapping[str, set[str]]:
         AnswerAudited("naive", agrees=True, alike=True, kl=0.0, answer_kl=0.0, tokens=1),
         AuditSkipped("empty"),
         AgreementFell("naive"),
-        SuccessorsForetold(1, 1),
+        SuccessorsPredicted(1, 1),
         RequestFinished("naive", "stop", 0, 0, 0, 0, 0),
     ):
         served.llm.events.publish(event)

@@ -37,7 +37,6 @@ BUDGETS = {
     "kvlinker": 3,
     "kvlinker/cli": 7,
     "kvlinker/quality": 20,
-    "kvlinker/service": 46,
     "kvlinker_fleet": 10,
     "kvlinker_fleet/ray_serve": 2,
     "kvlinker_lab": 28,

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from kvlinker.base.types.chunks import Chunk, GenerationContext
 from kvlinker.base.types.messages import ChatMessage, Document, TemplateOptions
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.prompting.chat import LONGEST_DEFINITION, ChatTemplate
-from kvlinker.prompting.definitions import repeated_text, with_definitions
+from kvlinker.prompting.chat import (
+    LONGEST_DEFINITION,
+    ChatTemplate,
+    repeated_text,
+    with_definitions,
+)
 from tests.prompting import templates
 from tests.prompting.test_answer_forms import TIME, WEATHER
 from tests.toy_tokenizers import byte_level

@@ -13,8 +13,7 @@ from kvlinker.base.errors import ContextLengthError, InvalidRequestError
 from kvlinker.base.types.chunks import GenerationContext
 from kvlinker.base.types.messages import ChatMessage
 from kvlinker.prompting.builder import PromptBuilder
-from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.prompting.length import LEAST_CHARACTERS, LengthLimit
+from kvlinker.prompting.encoding import LEAST_CHARACTERS, LengthLimit, TextEncoder
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
 WINDOW = 16

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.prompting.texts import PromptText, Span, TokenPlaces
+from kvlinker.prompting.segments import PromptText, Span, TokenPlaces
 
 if TYPE_CHECKING:
     from kvlinker.service.implicit.recognition import Recognizer

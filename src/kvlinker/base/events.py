@@ -99,7 +99,7 @@ class ChunkSpared:
 
 
 @dataclass(frozen=True, slots=True)
-class SuccessorsForetold:
+class SuccessorsPredicted:
     """Predicted successors of chunks: ``followed`` of them were used next, ``others`` were not."""
 
     followed: int
@@ -193,7 +193,7 @@ Event = (
     | ImplicitText
     | ChunkNamed
     | ChunkSpared
-    | SuccessorsForetold
+    | SuccessorsPredicted
     | AnswerKept
     | ImplicitEvicted
     | FirstToken
@@ -206,21 +206,23 @@ Listener = Callable[[Event], None]
 
 
 class Events:
-    """Delivers each published event to every listener, in the publisher's thread: listeners must be
+    """Delivers published events to listeners, in the publisher's thread: listeners must be
     quick."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Listener, tuple[type, ...]]] = []
+        self._listeners: list[tuple[Listener, tuple[type[Event], ...]]] = []
 
-    def subscribe(self, listener: Listener, *kinds: type) -> None:
-        """Deliver events of these ``kinds`` to the listener; all events without any."""
+    def subscribe(self, listener: Listener, *kinds: type[Event]) -> None:
+        """Deliver events of these ``kinds`` to the listener from now on; all events where none is
+        given."""
         self._listeners.append((listener, kinds))
 
     def publish(self, event: Event) -> None:
-        """Deliver the event. A listener that fails is logged."""
+        """Deliver an event. A listener that fails is logged."""
         for listener, kinds in self._listeners:
-            if not kinds or type(event) in kinds:
-                try:
-                    listener(event)
-                except Exception:
-                    logger.exception("A listener failed on %s.", event)
+            if kinds and not isinstance(event, kinds):
+                continue
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("A listener failed on %s.", event)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from kvlinker.doors.client.builders import BuilderClient
 from kvlinker.doors.http.app import create_app
 from kvlinker.engines.contract.joining import joining_engine
 from kvlinker.llm import LLM
@@ -15,6 +14,8 @@ from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
+
+    from kvlinker.service.builders import BuilderClient
 
 
 def builder_client(
@@ -30,6 +31,8 @@ def builder_client(
     urls = found or (named if settings.builders else None)
     if urls is None or settings.role == "build" or settings.engine == "vllm":
         return None
+    from kvlinker.service.builders import BuilderClient
+
     return BuilderClient(urls, next(iter(settings.admin_keys), None))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import InvalidRequestError
@@ -14,10 +13,15 @@ from kvlinker.base.types.chunks import Chunk, GenerationContext
 from kvlinker.base.types.messages import ChatMessage, Document, TemplateOptions
 from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.chat import DEFAULT_OPTIONS, NO_DEFINITIONS, ChatTemplate
-from kvlinker.prompting.encoding import TextEncoder, require_unicode
-from kvlinker.prompting.length import LengthLimit
-from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
-from kvlinker.prompting.texts import PromptText, Quotes
+from kvlinker.prompting.encoding import LengthLimit, TextEncoder, require_unicode
+from kvlinker.prompting.segments import (
+    CachedSegment,
+    FreshSegment,
+    Prompt,
+    PromptText,
+    Segment,
+    Span,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,7 +93,7 @@ class PromptBuilder:
             raise InvalidRequestError(
                 "A chunk is empty: it needs text that encodes to a token.", param="chunks"
             )
-        return self.chunk_from_tokens(tokens, context)
+        return self._chunk(tokens, context)
 
     def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
         """Encode a text as a chunk's; an empty one is allowed. Raises the other errors of
@@ -106,7 +110,9 @@ class PromptBuilder:
 
         Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
         """
-        tokens = self.checked_ids(ids, param="chunks")
+        return self._chunk(self.checked_ids(ids, param="chunks"), context)
+
+    def _chunk(self, tokens: tuple[int, ...], context: GenerationContext | None) -> Chunk:
         match context or self._context:
             case GenerationContext.ALONE:
                 return Chunk(tokens)
@@ -156,16 +162,18 @@ class PromptBuilder:
             raise InvalidRequestError(
                 "A conversation needs at least one message.", param="messages"
             )
-        if not any(message.role in ("system", "developer") for message in messages):
+        if self._system and not any(
+            message.role in ("system", "developer") for message in messages
+        ):
             messages = (*self._system, *messages)
         parts = self.template.render(messages, documents, options=options, definitions=definitions)
-        quotes = None
-        if with_texts:
-            described = [self.template.definition(tool) or "" for tool in options.tools]
-            shown = [document.text for document in documents]
-            shown += chain.from_iterable(message.content for message in messages)
-            quotes = Quotes(_stripped(shown), described)
-        return self._prompt(parts, param="messages", quotes=quotes)
+        if not with_texts:
+            return self._prompt(parts, param="messages")
+        said: list[str | Chunk] = [document.text for document in documents]
+        for message in messages:
+            said += message.content
+        described = [self.template.definition(tool) or "" for tool in options.tools]
+        return self._prompt(parts, param="messages", said=said, described=described)
 
     def completion(
         self,
@@ -184,6 +192,7 @@ class PromptBuilder:
         model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
+        # Before ids are checked one by one: a client may send millions.
         if parts and isinstance(parts[0], int):
             self.limit.check_ids(len(parts), param="prompt")
         texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
@@ -204,7 +213,7 @@ class PromptBuilder:
             param="prompt",
             opening=self.encoder.opening if special_tokens else (),
             closing=self.encoder.closing if special_tokens else (),
-            quotes=Quotes(_stripped(texts_and_chunks)) if with_texts else None,
+            said=texts_and_chunks if with_texts else None,
         )
 
     def _prompt(
@@ -214,13 +223,20 @@ class PromptBuilder:
         param: str,
         opening: tuple[int, ...] = (),
         closing: tuple[int, ...] = (),
-        quotes: Quotes | None = None,
+        said: Sequence[str | Chunk] | None = None,
+        described: Sequence[str] = (),
     ) -> Prompt:
         """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh
-        tokens share one. With ``quotes``, the prompt has its texts."""
+        tokens share one.
+
+        With ``said``, the contents of messages in their order, the prompt has its texts, in which
+        those are found, and the definitions of tools, ``described``. A text that the chat template
+        changes is not found, and is a part of the text around it.
+        """
         joined = _join_texts(parts)
         self.limit.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
+        # A chunk in context "bos" brings BOS along: models expect one alone.
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()
         segments: list[Segment] = []
@@ -235,9 +251,9 @@ class PromptBuilder:
                 segments.append(CachedSegment(part))
                 before.append(part.content)
                 fresh = []
-                length += len(part)
+                length += len(part.tokens)
                 continue
-            if quotes is None:
+            if said is None:
                 ids = self.encoder.encode_prompt(part, continued=index > 0)
             else:
                 ids, places = self.encoder.encode_prompt_with_places(part, continued=index > 0)
@@ -246,8 +262,8 @@ class PromptBuilder:
                         part,
                         places,
                         length,
-                        messages=quotes.messages_in(part),
-                        definitions=quotes.definitions_in(part),
+                        messages=_messages_in(part, said),
+                        definitions=_definitions_in(part, described) if described else (),
                         before=" ".join(before),
                     )
                 )
@@ -269,7 +285,7 @@ class PromptBuilder:
                 "There are no token ids: at least one is needed.", param=param
             )
         size = self.encoder.vocab_size
-        checked = tuple(token for token in ids if type(token) is int and 0 <= token < size)
+        checked = tuple([token for token in ids if type(token) is int and 0 <= token < size])
         if len(checked) < len(ids):
             wrong = next(token for token in ids if type(token) is not int or not 0 <= token < size)
             raise InvalidRequestError(
@@ -278,18 +294,39 @@ class PromptBuilder:
         return checked
 
 
-def _stripped(parts: Iterable[str | Chunk]) -> list[str]:
-    """Return the texts among the parts as chat templates may show them."""
-    return [part.strip() for part in parts if isinstance(part, str)]
-
-
-def _join_texts(parts: Sequence[str | Chunk]) -> list[str | Chunk]:
+def _join_texts(parts: Iterable[str | Chunk]) -> list[str | Chunk]:
     """Put neighbouring texts together, and leave out empty texts and chunks."""
     joined: list[str | Chunk] = []
-    shown = (part for part in parts if part)
-    for are_texts, group in groupby(shown, lambda part: isinstance(part, str)):
-        if are_texts:
-            joined.append("".join(map(str, group)))
-        else:
-            joined += group
-    return joined
+    row: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            row.append(part)
+        elif part.tokens:
+            joined += ("".join(row), part)
+            row = []
+    joined.append("".join(row))
+    return [part for part in joined if part != ""]
+
+
+def _messages_in(text: str, said: Iterable[str | Chunk]) -> tuple[Span, ...]:
+    """Return where texts of messages stand in a text of the prompt, in their order."""
+    found: list[Span] = []
+    end = 0
+    for part in said:
+        # Chat templates strip messages.
+        if isinstance(part, str) and (quoted := part.strip()):
+            begin = text.find(quoted, end)
+            if begin >= 0:
+                end = begin + len(quoted)
+                found.append((begin, end))
+    return tuple(found)
+
+
+def _definitions_in(text: str, described: Iterable[str]) -> tuple[Span, ...]:
+    """Return where definitions of tools, which may stand anywhere, stand in a text of the
+    prompt."""
+    found: list[Span] = []
+    for begin, length in sorted((text.find(quoted), len(quoted)) for quoted in described if quoted):
+        if begin >= (found[-1][1] if found else 0):
+            found.append((begin, begin + length))
+    return tuple(found)

@@ -1,4 +1,6 @@
-"""Encodes text as token ids: as data, for chunks and for splitting, or as part of a prompt."""
+"""Encodes text as token ids: as data, for chunks and for splitting, or as part of a prompt; and
+refuses texts that cannot fit into a context window before it encodes them, which takes time and
+memory."""
 
 from __future__ import annotations
 
@@ -13,11 +15,24 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, models
 from tokenizers.decoders import DecodeStream
 
-from kvlinker.base.errors import InvalidRequestError
-from kvlinker.prompting.texts import TokenPlaces
+from kvlinker.base.errors import ContextLengthError, InvalidRequestError
+from kvlinker.prompting.segments import TokenPlaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+LEAST_CHARACTERS = 32
+"""The characters that a token is taken to stand for at the least: some tokenizers drop whitespace,
+or write an unknown word as one token."""
+
+SAMPLED_CHARACTERS = 16
+"""The beginning of a long text that is encoded first, in characters for each token of the
+window."""
+
+SAMPLE_EXCESS = 2
+"""The multiple of the window's tokens beyond which a beginning has its whole text refused: a text
+has hardly fewer tokens than its beginning, but a tokenizer may merge across the cut."""
 
 
 def _spelt_bytes() -> dict[str, int]:
@@ -64,7 +79,10 @@ class TextEncoder:
         Raises InvalidRequestError (``param``) where the tokenizer knows no other way to write such
         a text.
         """
-        return tuple(self._as_data(text, _encoded(self._data, text), param=param))
+        ids = _encoded(self._data, text).ids
+        if not self._special_tokens.keys().isdisjoint(ids):
+            ids = self._spelled_apart(text, ids, param=param)
+        return tuple(ids)
 
     def decode_data(self, token_ids: Sequence[int]) -> str:
         """Return the text that ``encode_data`` encoded, as far as the tokenizer's normalisation
@@ -103,7 +121,7 @@ class TextEncoder:
         (``input``)."""
         encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
         pairs = zip(texts, encodings, strict=True)
-        return [len(self._as_data(text, encoding, param="input")) for text, encoding in pairs]
+        return [len(self._spelled_apart(text, each.ids, param="input")) for text, each in pairs]
 
     def count_roughly(self, text: str) -> int:
         """Count the tokens of ``text`` with special tokens that it spells as they come: for
@@ -113,7 +131,7 @@ class TextEncoder:
     def token_starts(self, text: str) -> list[int]:
         """Return the index of the first character of each token of ``text``, ascending; bytes of
         one character share it."""
-        return _starts(_encoded(self._data, text, offsets=True))
+        return [begin for begin, _ in _spans(_encoded(self._data, text, offsets=True))]
 
     def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
         """Encode a prompt's own text; special tokens that it spells are special tokens, and no
@@ -154,13 +172,12 @@ class TextEncoder:
         spellings = (self.encode_prompt(spelled, continued=True) for spelled in (word, f" {word}"))
         return tuple(dict.fromkeys(ids for ids in spellings if ids))
 
-    def _as_data(self, text: str, encoding: Encoding, *, param: str) -> list[int]:
-        """Return the ids, with special tokens that ``text`` spells taken apart.
+    def _spelled_apart(self, text: str, ids: list[int], *, param: str) -> list[int]:
+        """Return the ``ids`` of a text, with special tokens that ``text`` spells taken apart.
 
         ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram
         vocabulary may hold the same string as an ordinary entry.
         """
-        ids = encoding.ids
         if self._special_tokens.keys().isdisjoint(ids):
             return ids
         spelled = self._spelled(text)
@@ -197,17 +214,73 @@ class TextEncoder:
         return text if normalizer is None else cast(str, normalizer.normalize_str(text))
 
 
-def require_unicode(text: str, *, param: str) -> None:
-    """Raises InvalidRequestError for text with lone surrogates, which no tokenizer can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at"
-            f" character {error.start}. Send valid UTF-8, and surrogates in JSON escapes only in"
-            " pairs.",
-            param=param,
-        ) from None
+class LengthLimit:
+    """Checks the texts of one prompt, or of one chunk, against a context window of ``max_tokens``
+    tokens, in little time."""
+
+    def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.max_characters = max_tokens * max(encoder.longest_token, LEAST_CHARACTERS)
+        self._encoder = encoder
+
+    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
+        """Check texts that are to stand in the window together.
+
+        Raises ContextLengthError for more characters than the window's tokens can stand for, and
+        for a long text whose beginning alone has far too many tokens. Texts that pass may be too
+        long all the same.
+        """
+        characters = sum(map(len, texts))
+        if characters > self.max_characters:
+            raise ContextLengthError(
+                f"The text has {characters:,} characters; the context window of {self.max_tokens:,}"
+                f" tokens takes at most {self.max_characters:,}. Shorten it, or split it into"
+                " chunks.",
+                param=param,
+            ).exceeding(self.max_tokens * characters // self.max_characters + 1, self.max_tokens)
+        sampled = self.max_tokens * SAMPLED_CHARACTERS
+        for text in texts:
+            if len(text) > sampled:
+                tokens = self._encoder.count_roughly(text[:sampled])
+                if tokens > self.max_tokens * SAMPLE_EXCESS:
+                    raise ContextLengthError(
+                        f"The text has {len(text):,} characters, of which the first {sampled:,}"
+                        f" alone are {tokens:,} tokens; the context window takes"
+                        f" {self.max_tokens:,}. Shorten it, or split it into chunks.",
+                        param=param,
+                    ).exceeding(tokens, self.max_tokens)
+
+    def check_prompt(self, tokens: int) -> None:
+        """Check the number of tokens of a whole prompt. Raises ContextLengthError."""
+        if tokens > self.max_tokens:
+            raise ContextLengthError(
+                f"The prompt has {tokens:,} tokens; the context window takes {self.max_tokens:,}."
+                " Shorten the prompt.",
+                param="messages",
+            ).exceeding(tokens, self.max_tokens)
+
+    def check_ids(self, count: int, *, param: str) -> None:
+        """Check the number of token ids of one prompt. Raises ContextLengthError."""
+        if count > self.max_tokens:
+            raise ContextLengthError(
+                f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send"
+                " fewer.",
+                param=param,
+            )
+
+
+def require_unicode(*texts: str, param: str) -> None:
+    """Raise InvalidRequestError for texts with lone surrogates, which no tokenizer can encode."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at"
+                f" character {error.start}. Send valid UTF-8, and surrogates in JSON escapes only"
+                " in pairs.",
+                param=param,
+            ) from None
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encoding:
@@ -215,23 +288,20 @@ def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encod
     for.
 
     ``Tokenizer.encode`` keeps Python's lock until it is done, so that a long text would hold up
-    every other thread; batches give it up.
+    every other thread; batches release it.
     """
     encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     (encoding,) = encode([text], add_special_tokens=False)
     return encoding
 
 
-def _starts(encoding: Encoding) -> list[int]:
-    """Return the index of each token's first character."""
-    return [begin for begin, _ in _spans(encoding)]
-
-
 def _spans(encoding: Encoding) -> list[tuple[int, int]]:
     """Return the characters [begin, end) of each token, one by one, so that other threads run in
     between."""
-    spans = (encoding.token_to_chars(token) for token in range(len(encoding)))
-    return [(0, 0) if span is None else span for span in spans]
+    spans: list[tuple[int, int]] = []
+    for token in range(len(encoding)):
+        spans.append(encoding.token_to_chars(token) or (0, 0))
+    return spans
 
 
 def _unlimited_copy(backend: Tokenizer) -> Tokenizer:

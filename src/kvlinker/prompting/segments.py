@@ -1,17 +1,23 @@
-"""Prompts as engines and policies see them: cached chunks and fresh tokens, in order."""
+"""Prompts as engines and policies see them: cached chunks and fresh tokens in order, and beside
+them the texts of the fresh tokens, so that passages can become chunks without any other id."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.types.chunks import Chunk, Origin
-from kvlinker.prompting.texts import PromptText
+
+Span = tuple[int, int]
+"""Characters [begin, end) of a text."""
+
+_NO_POSITIONS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +44,19 @@ Segment = FreshSegment | CachedSegment
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """The place of a cached chunk in a prompt: positions [start, start + length)."""
+    """The place of a cached chunk in a prompt: positions [start, end)."""
 
     start: int
-    length: int
+    end: int
 
     exact: bool
     """True if the tokens before it in the prompt are those that its KV was computed after, so that
     the KV needs no repair."""
 
     @property
-    def end(self) -> int:
-        """The position after its last token."""
-        return self.start + self.length
+    def length(self) -> int:
+        """The number of its tokens."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,70 @@ class ReusedPrefix:
     is in memory."""
 
 
+class TokenPlaces(NamedTuple):
+    """The places of a text's tokens: the index of each one's first character, and of the one after
+    its last; ascending, [tokens] each. The tokens of one character share both."""
+
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PromptText:
+    """A text of a prompt between two chunks, or between one and the prompt's end."""
+
+    text: str
+
+    places: TokenPlaces
+    """Where its tokens stand in it."""
+
+    first: int = 0
+    """The position of its first token in the prompt."""
+
+    messages: tuple[Span, ...] = ()
+    """Where texts of messages, or parts of a completion, stand in it, ascending and apart."""
+
+    definitions: tuple[Span, ...] = ()
+    """Where definitions of tools stand in it, ascending and apart."""
+
+    before: str = ""
+    """Names the chunks between the text before it and this one."""
+
+    @property
+    def sections(self) -> list[Span]:
+        """Its messages, its definitions, and what stands between them, in order."""
+        quoted = chain.from_iterable((*self.messages, *self.definitions))
+        return list(pairwise(sorted({0, len(self.text), *quoted})))
+
+    def tokens_within(self, begin: int, end: int) -> Span:
+        """Return the positions [first, last) in the prompt of the tokens that lie within the
+        characters [begin, end)."""
+        starts, ends = self.places
+        first = int(np.searchsorted(starts, begin))
+        last = max(first, int(np.searchsorted(starts, end)))
+        while last > first and ends[last - 1] > end:
+            last -= 1
+        return self.first + first, self.first + last
+
+
+class Passage(NamedTuple):
+    """A part of a prompt's text that is, or may become, a chunk: characters [begin, end)."""
+
+    source: PromptText
+    begin: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        """Its characters."""
+        return self.source.text[self.begin : self.end]
+
+    @property
+    def tokens(self) -> Span:
+        """The positions [first, last) of its tokens in the prompt."""
+        return self.source.tokens_within(self.begin, self.end)
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Holds an immutable list of segments; positions count tokens from 0 over all of them."""
@@ -97,40 +167,72 @@ class Prompt:
     texts: tuple[PromptText, ...] = field(default=(), compare=False, repr=False)
     """The texts that its fresh tokens were encoded from, where the reader asked for them."""
 
-    @property
-    def reused_tokens(self) -> int:
-        """The number of tokens in ``reused``."""
-        return 0 if self.reused is None else self.reused.length
+    length: int = field(init=False, compare=False, repr=False)
+    """The number of its tokens."""
 
-    @property
-    def reused_own(self) -> NDArray[np.int64]:
-        """The positions in ``reused``, ascending, whose KV an earlier request computed; the others
-        are chunks'."""
-        return np.empty(0, dtype=np.int64) if self.reused is None else self.reused.own
+    chunks: tuple[Chunk, ...] = field(init=False, compare=False, repr=False)
+    """The cached chunks in prompt order (a chunk that stands twice is listed twice)."""
+
+    reused_tokens: int = field(init=False, compare=False, repr=False)
+    """The number of tokens in ``reused``."""
+
+    reused_own: NDArray[np.int64] = field(init=False, compare=False, repr=False)
+    """The positions in ``reused``, ascending, whose KV an earlier request computed; the others are
+    chunks'."""
+
+    def __post_init__(self) -> None:
+        length = 0
+        chunks: list[Chunk] = []
+        for segment in self.segments:
+            if isinstance(segment, CachedSegment):
+                chunks.append(segment.chunk)
+                length += len(segment.chunk.tokens)
+            else:
+                length += len(segment.tokens)
+        reused = self.reused
+        # A frozen dataclass sets its computed fields like this.
+        vars(self).update(
+            length=length,
+            chunks=tuple(chunks),
+            reused_tokens=0 if reused is None else reused.length,
+            reused_own=_NO_POSITIONS if reused is None else reused.own,
+        )
+
+    def __len__(self) -> int:
+        return self.length
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """All token ids in order, [length]."""
-        parts = [np.asarray(segment.tokens, dtype=np.int64) for segment in self.segments]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return sum(len(segment.tokens) for segment in self.segments)
-
-    @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """The cached chunks in prompt order (a chunk that stands twice is listed twice)."""
-        return tuple(s.chunk for s in self.segments if isinstance(s, CachedSegment))
+        ids: list[int] = []
+        for segment in self.segments:
+            if isinstance(segment, CachedSegment):
+                ids += segment.chunk.tokens
+            else:
+                ids += segment.tokens
+        return np.array(ids, dtype=np.int64)
 
     @cached_property
     def spans(self) -> tuple[ChunkSpan, ...]:
         """The positions of the ``chunks``, one span each, in the same order."""
-        starts = accumulate((len(s.tokens) for s in self.segments), initial=0)
-        return tuple(
-            ChunkSpan(start, len(segment.chunk), self._is_exact(segment.chunk, start))
-            for segment, start in zip(self.segments, starts, strict=False)
-            if isinstance(segment, CachedSegment)
-        )
+        spans: list[ChunkSpan] = []
+        start = 0
+        for segment in self.segments:
+            if isinstance(segment, FreshSegment):
+                start += len(segment.tokens)
+                continue
+            chunk = segment.chunk
+            end = start + len(chunk.tokens)
+            # Tokens are compared last: that takes longest.
+            exact = (
+                len(chunk.prefix) == start
+                and chunk.place == 0
+                and chunk.origin is not Origin.LINKED_ANSWER
+                and self.tokens[:start].tolist() == list(chunk.prefix)
+            )
+            spans.append(ChunkSpan(start, end, exact))
+            start = end
+        return tuple(spans)
 
     @cached_property
     def contents(self) -> tuple[str, ...]:
@@ -150,13 +252,15 @@ class Prompt:
 
     def with_tokens_of(self, chunks: Collection[Chunk]) -> Prompt:
         """Return the prompt with the tokens of these chunks in their places, to be computed."""
+        if not chunks:
+            return self
         segments = (
             FreshSegment(segment.chunk.tokens)
             if isinstance(segment, CachedSegment) and segment.chunk in chunks
             else segment
             for segment in self.segments
         )
-        return replace(self, segments=tuple(segments)) if chunks else self
+        return replace(self, segments=tuple(segments))
 
     def with_chunks_at(self, chunks: Mapping[int, Chunk]) -> Prompt:
         """Return the prompt with chunks in the places of fresh tokens, by the position where each
@@ -182,18 +286,20 @@ class Prompt:
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """Return the prompt with other chunks in the places of its own, in order."""
         following = iter(chunks)
-        return Prompt(
-            tuple(
-                CachedSegment(next(following)) if isinstance(s, CachedSegment) else s
-                for s in self.segments
-            )
-        )
+        segments: list[Segment] = []
+        for segment in self.segments:
+            if isinstance(segment, CachedSegment):
+                segment = CachedSegment(next(following))
+            segments.append(segment)
+        return Prompt(tuple(segments))
 
     @cached_property
     def cached(self) -> NDArray[np.bool_]:
         """A mask that is true where KV is there already, of a chunk or a reused beginning:
         [length]."""
-        mask = self._mask(self.spans)
+        mask = np.zeros(self.length, dtype=np.bool_)
+        for span in self.spans:
+            mask[span.start : span.end] = True
         mask[: self.reused_tokens] = True
         return mask
 
@@ -201,23 +307,16 @@ class Prompt:
     def inexact(self) -> NDArray[np.bool_]:
         """A mask that is true for tokens of chunks whose KV is not exact there, after the reused
         beginning: [length]."""
-        return self._mask([span for span in self.spans if not span.exact]) & self.changeable
+        mask = np.zeros(self.length, dtype=np.bool_)
+        for span in self.spans:
+            if not span.exact:
+                mask[span.start : span.end] = True
+        mask[: self.reused_tokens] = False
+        return mask
 
     @cached_property
     def changeable(self) -> NDArray[np.bool_]:
         """A mask that is false where KV is reused as it is: [length]."""
-        return np.arange(len(self)) >= self.reused_tokens
-
-    def _mask(self, spans: Iterable[ChunkSpan]) -> NDArray[np.bool_]:
-        mask = np.zeros(len(self), dtype=np.bool_)
-        for span in spans:
-            mask[span.start : span.end] = True
+        mask = np.ones(self.length, dtype=np.bool_)
+        mask[: self.reused_tokens] = False
         return mask
-
-    def _is_exact(self, chunk: Chunk, start: int) -> bool:
-        return (
-            len(chunk.prefix) == start
-            and chunk.place == 0
-            and chunk.origin is not Origin.LINKED_ANSWER
-            and self.tokens[:start].tolist() == list(chunk.prefix)
-        )

@@ -114,7 +114,9 @@ class AnswerBuilder:
     """Puts the answer of one choice together from its events."""
 
     def __init__(
-        self, reader: Reader | None = None, complete: Callable[[Answer], Answer] = lambda told: told
+        self,
+        reader: Reader | None = None,
+        complete: Callable[[Answer], Answer] = lambda answer: answer,
     ) -> None:
         """``reader`` separates the parts of the text; without one, all of it is content.
         ``complete`` adds to the answer what its events do not have."""

@@ -1,4 +1,4 @@
-"""What callers of the Python API write, and its parsing into the same values as HTTP bodies."""
+"""Values that callers of the Python API write, and their parsing into the values of HTTP bodies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from kvlinker.base.types.texts import SearchHit
 from kvlinker.base.types.tools import Tool, template_call
 from kvlinker.linking import Policy
 from kvlinker.prompting.marks import marked_text
-from kvlinker.prompting.request_tools import ToolChoice
 from kvlinker.service.context_caches.kept_answers import KeptPart
 from kvlinker.store import ContextCache
 
 ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
+
+ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
+"""Whether tools are called: not at all, if the model likes, or in any case; or the one that is to
+be called, as ``{"type": "function", "function": {"name"}}``."""
 
 _FIELDS = ("reasoning_content", "tool_calls", "tool_call_id")
 """The fields of a message that chat templates may show in addition to its role, content and
@@ -59,7 +62,8 @@ class ChatOptions(SamplingFields, total=False):
     parameters such as ``max_tokens`` and ``temperature``."""
 
     documents: Documents
-    """They become chunks, as ``implicit`` says, and so do marked parts and marked tools."""
+    """Documents, which become chunks, as ``implicit`` says, and so do marked parts and marked
+    tools."""
 
     tools: Sequence[Mapping[str, Any]]
     """OpenAI's, as are ``tool_choice``, ``parallel_tool_calls`` and ``response_format``."""

@@ -25,15 +25,14 @@ from kvlinker.base.installing import install_command
 from kvlinker.base.threads import compute_serially
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.contract.model_files import choose_device
-from kvlinker.prompting.encoding import TextEncoder, require_unicode
-from kvlinker.prompting.length import LengthLimit
+from kvlinker.prompting.encoding import LengthLimit, TextEncoder, require_unicode
 from kvlinker.settings import Settings
 
 BATCH_TEXTS = 32
 """The most texts that are computed at once: those of other requests come in between."""
 
 BATCH_TOKENS = 8192
-"""The most tokens that are computed at once, padding included, but for a longer text alone."""
+"""The most tokens that are computed at once, padding included. A longer text is computed alone."""
 
 NO_LIMIT = 2**20
 """The most tokens of a text where the model has no limit."""
@@ -41,7 +40,7 @@ NO_LIMIT = 2**20
 Role = Literal["query", "document"]
 """The purpose of a text: models may have a prompt of its own for each."""
 
-Given = str | Sequence[int]
+EmbeddingInput = str | Sequence[int]
 """A text, or token ids of the embedding model, which mean the text that they decode to."""
 
 
@@ -62,7 +61,7 @@ class EmbeddingRequest:
     role: Role | None
 
     tokens: int
-    """Of all texts, as the model reads them."""
+    """The tokens of all texts, as the model reads them."""
 
 
 class Embedder:
@@ -98,7 +97,9 @@ class Embedder:
         self.max_tokens = NO_LIMIT if longest is None or math.isinf(longest) else int(longest)
         self._limit = LengthLimit(self._encoder, self.max_tokens)
 
-    def prepare(self, texts: Sequence[Given], role: Role | None = None) -> EmbeddingRequest:
+    def prepare(
+        self, texts: Sequence[EmbeddingInput], role: Role | None = None
+    ) -> EmbeddingRequest:
         """Return the vectors that ``submit`` computes batch by batch. Without a ``role``, the
         model's default prompt stands before texts, if it has one.
 
@@ -130,7 +131,11 @@ class Embedder:
             raise engine_closed() from error
 
     def embed(
-        self, texts: Sequence[Given], role: Role | None = None, *, dimensions: int | None = None
+        self,
+        texts: Sequence[EmbeddingInput],
+        role: Role | None = None,
+        *,
+        dimensions: int | None = None,
     ) -> NDArray[np.float32]:
         """Return the vectors [texts, dimensions] of texts, each of length 1, in their order: of all
         dimensions, or the first ones. Raises the errors of ``prepare`` and ``submit``, and
@@ -147,7 +152,8 @@ class Embedder:
         return self.cut(vectors, dimensions)
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise InvalidRequestError if vectors do not have so many; None for all."""
+        """Raise InvalidRequestError unless vectors can be cut to these dimensions; None stands for
+        all."""
         if dimensions is not None and not 0 < dimensions <= self.dimensions:
             raise InvalidRequestError(
                 f"dimensions is {dimensions}, but vectors of {self.name!r} have 1 to"
@@ -163,7 +169,7 @@ class Embedder:
         """Finish the batch that is being computed. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _written(self, text: Given, *, whole: bool) -> str:
+    def _written(self, text: EmbeddingInput, *, whole: bool) -> str:
         if not isinstance(text, str):
             if unknown := [each for each in text if not 0 <= each < self._encoder.vocab_size]:
                 raise InvalidRequestError(

@@ -19,7 +19,7 @@ from kvlinker.engines.contract.contract import EngineLoad
 from kvlinker.linking import Policy, describe_policies
 from kvlinker.prompting.segments import Prompt
 from kvlinker.prompting.splitting import split_text
-from kvlinker.service.embedding import Given, embedder_of
+from kvlinker.service.embedding import EmbeddingInput, embedder_of
 from kvlinker.service.startup import Parts
 from kvlinker.store import TierUsage
 
@@ -126,7 +126,7 @@ class ModelCalls(Parts):
         return self.builder.token_ids(text, param="text")
 
     def embed(
-        self, texts: Given | Sequence[Given], *, dimensions: int | None = None
+        self, texts: EmbeddingInput | Sequence[EmbeddingInput], *, dimensions: int | None = None
     ) -> NDArray[np.float32]:
         """Return the vectors [texts, dimensions] of texts, or of token ids of the embedding model,
         each of length 1: all dimensions, or the first ones. A text alone is one of a list.
@@ -134,8 +134,8 @@ class ModelCalls(Parts):
         Raises ModelNotFoundError without the setting ``embedding_model``, and InvalidRequestError.
         """
         alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-        given = cast(Sequence[Given], [texts] if alone else texts)
-        return embedder_of(self.embedder).embed(given, dimensions=dimensions)
+        inputs = cast(Sequence[EmbeddingInput], [texts] if alone else texts)
+        return embedder_of(self.embedder).embed(inputs, dimensions=dimensions)
 
     def token_text(self, token_id: int) -> str:
         """Decode a token alone."""

@@ -27,7 +27,7 @@ NAMES_PER_CHUNK = 24
 KEPT_CHANGES = 100
 """The reports to which a router may refer back; one that knows less gets everything."""
 
-MOST_TOLD = 20_000
+MOST_REPORTED = 20_000
 """The most chunks that are reported of each tier that is slower than memory."""
 
 MOST_LOOKED_UP = 10_000
@@ -56,7 +56,7 @@ class Residency:
         resident_keys: Callable[[], frozenset[str]] = frozenset,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``kv_bytes`` counts the bytes that are stored of a chunk of so many tokens;
+        """``kv_bytes`` returns the stored bytes of a chunk by its number of tokens;
         ``resident_keys`` returns the chunks that the engine has in memory of its own."""
         self._store = store
         self._resident_keys = resident_keys
@@ -69,7 +69,7 @@ class Residency:
         self._epoch = secrets.token_hex(8)
         self._number = 0
         self._names: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()  # by chunk key
-        self._told: dict[str, KnownChunk] = {}
+        self._reported: dict[str, KnownChunk] = {}
         self._changes: deque[_Change] = deque(maxlen=KEPT_CHANGES)
 
     def listen(self, event: Event) -> None:
@@ -103,26 +103,26 @@ class Residency:
         """Return the changes since report ``after`` of ``epoch``; everything, where that is another
         run's, or too long ago."""
         self._look_at_shared_tiers()
-        own = self._store.own_places(limit=MOST_TOLD)
+        own = self._store.own_places(limit=MOST_REPORTED)
         own |= dict.fromkeys(self._resident_keys() & own.keys(), MEMORY)
         with self._lock:
             now = self._known(own)
-            changed = {key: chunk for key, chunk in now.items() if self._told.get(key) != chunk}
-            gone = self._told.keys() - now.keys()
+            changed = {key: chunk for key, chunk in now.items() if self._reported.get(key) != chunk}
+            gone = self._reported.keys() - now.keys()
             if changed or gone:
                 self._number += 1
                 self._changes.append(_Change(changed, frozenset(gone)))
-                self._told = now
+                self._reported = now
             missed = self._number - after
             if epoch != self._epoch or not 0 <= missed <= len(self._changes):
-                return ResidencyReport(self._epoch, self._number, True, self._told, ())
+                return ResidencyReport(self._epoch, self._number, True, self._reported, ())
             chunks: dict[str, KnownChunk] = {}
-            left: set[str] = set()
+            removed: set[str] = set()
             for change in list(self._changes)[len(self._changes) - missed :]:
                 chunks = {key: each for key, each in chunks.items() if key not in change.gone}
                 chunks |= change.chunks
-                left = (left | change.gone) - change.chunks.keys()
-            return ResidencyReport(self._epoch, self._number, False, chunks, tuple(sorted(left)))
+                removed = (removed | change.gone) - change.chunks.keys()
+            return ResidencyReport(self._epoch, self._number, False, chunks, tuple(sorted(removed)))
 
     def _known(self, own: Mapping[str, str]) -> dict[str, KnownChunk]:
         """Return all chunks to report; the lock is held."""

@@ -4,15 +4,16 @@ works with them."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from kvlinker.base.arguments import names_arguments
-from kvlinker.base.events import Events
+from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
@@ -23,24 +24,23 @@ from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.agents import Agents
 from kvlinker.service.audit.policy_manager import PolicyManager
-from kvlinker.service.builders import BuilderClient, Builders
 from kvlinker.service.context_caches import ChunkTexts, ContextCaches
-from kvlinker.service.context_caches.building import Building
 from kvlinker.service.context_caches.kept_answers import AnswerKeeper
 from kvlinker.service.embedding import Embedder
 from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.preloading import Preloading
 from kvlinker.service.reading import ContentReader
 from kvlinker.service.residency import Residency
 from kvlinker.service.state import open_state
-from kvlinker.service.tool_waits import ToolWaits
-from kvlinker.service.workflows import Workflows
 from kvlinker.settings import Settings
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher
 from kvlinker.store.speeds import FILE_NAME
+
+if TYPE_CHECKING:
+    from kvlinker.service.builders import BuilderClient, Building
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class EmbeddedSource:
             )
         elsewhere = None
         if self._builders is not None:
+            from kvlinker.service.builders import Builders
+
             elsewhere = Builders(
                 self._builders,
                 store,
@@ -161,6 +163,36 @@ class Parts:
         if self._ahead is not None:
             self._ahead.settle()
         self.engine.settle().result()
+
+    @property
+    def agents(self) -> Agents:
+        """The parts for agents, which the first access builds."""
+        with self._making:
+            if self._agents is None:
+                self._agents = Agents(
+                    self.engine,
+                    self.catalog,
+                    self.store,
+                    self.caches,
+                    self.events,
+                    longest_wait=self.settings.tool_wait,
+                )
+            return self._agents
+
+    @property
+    def building(self) -> Building:
+        """Computes chunks for other servers; the first access makes it."""
+        with self._making:
+            if self._building is None:
+                from kvlinker.service.builders import Building
+
+                self._building = Building(self.engine, self.catalog, self.store)
+            return self._building
+
+    def _close_made(self) -> None:
+        for part in (self._building, self._agents):
+            if part is not None:
+                part.close()
 
     def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
         """Make the parts, each of which ``started`` closes."""
@@ -226,19 +258,16 @@ class Parts:
             self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
         )
         started.callback(self._keeper.close)
-        self._tool_waits = ToolWaits(self.engine, longest=settings.tool_wait)
-        started.callback(self._tool_waits.close)
-        self.building = Building(self.engine, self.catalog, self.store)
-        started.callback(self.building.close)
+        self._agents: Agents | None = None
+        self._building: Building | None = None
+        self._making = threading.Lock()  # guards these two
+        started.callback(self._close_made)
         self.residency = Residency(
             self.store,
             kv_bytes=self.engine.kv_bytes,
             resident_keys=self.engine.resident_keys,
         )
-        self.events.subscribe(self.residency.listen)
-        self.preloading = Preloading(self.catalog, self.store, self.engine)
-        started.callback(self.preloading.close)
-        self.workflows = Workflows(self.caches, self.store.next_uses, self.preloading, self.events)
+        self.events.subscribe(self.residency.listen, ChunkNamed)
         self.policy_manager = PolicyManager(
             settings,
             self.engine,

@@ -17,7 +17,7 @@ from kvlinker.doors.http.fields.parts import TextPart
 from kvlinker.doors.http.messages.answers import arguments_of
 from kvlinker.doors.http.messages.blocks import ToolResultBlock
 from kvlinker.llm import LLM
-from kvlinker.service.tool_waits import FIRST_SECONDS
+from kvlinker.service.agents.tool_waits import FIRST_SECONDS
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
 from tests.doors.http.test_tools import REASONING_TEMPLATE

@@ -52,6 +52,14 @@ def ask(served: Served, id: str, link: dict[str, Any]) -> Any:
     return served.post("/v1/chat/completions", body)
 
 
+def test_a_plain_request_builds_nothing_for_agents(served: Served) -> None:
+    ids = ids_of(served)
+    assert ask(served, ids[0], {"policy": "naive"}).status_code == 200
+    assert served.llm._agents is None
+    assert ask(served, ids[0], {"workflow": "f"}).status_code == 200
+    assert served.llm._agents is not None
+
+
 def test_what_comes_next_is_brought_and_stays(served: Served) -> None:
     ids = ids_of(served)
     uses = [{"ids": [ids[5]], "steps": 1}, {"ids": [ids[4]], "steps": 2}]
@@ -109,7 +117,7 @@ def test_hints_count_as_no_use(served: Served) -> None:
     assert ask(served, ids_of(served)[0], link).status_code == 200
     body = {"ids": [made["id"]]}
     assert served.post("/v1/context_caches/prefetch", body).status_code in (200, 202)
-    wait_until(lambda: served.llm.preloading.pending == 0)
+    wait_until(lambda: served.llm.agents.preloading.pending == 0)
     assert served.get(path).json() == before | {"tier": served.get(path).json()["tier"]}
 
 

@@ -13,10 +13,11 @@ from kvlinker.service.audit.controller import (
     CONFIDENCE,
     EVERYBODY,
     RETRY_ANSWERS,
+    Ladder,
     QualityController,
     Reason,
+    make_ladder,
 )
-from kvlinker.service.audit.ladder import Ladder, make_ladder
 
 LADDER = make_ladder(
     parse_policy("query-5"), ["query-1", "query-5", "query-10", "query-20", "full"]

@@ -21,9 +21,8 @@ from kvlinker.service.audit import controller as controlling
 from kvlinker.service.audit import figures as keeping
 from kvlinker.service.audit import pool as pooling
 from kvlinker.service.audit.comparison import Comparison, RequestKind
-from kvlinker.service.audit.controller import QualityController
+from kvlinker.service.audit.controller import Ladder, QualityController, make_ladder
 from kvlinker.service.audit.findings import Findings, Sample
-from kvlinker.service.audit.ladder import Ladder, make_ladder
 from kvlinker.service.audit.pool import AuditPool
 from kvlinker.store import Catalog
 from tests.properties import examples

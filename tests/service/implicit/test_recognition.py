@@ -12,7 +12,7 @@ import pytest
 
 from kvlinker.base.events import Events
 from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.prompting.texts import PromptText, TokenPlaces
+from kvlinker.prompting.segments import PromptText, TokenPlaces
 from kvlinker.service.implicit import recognition
 from kvlinker.service.implicit.known import WindowHash
 from kvlinker.service.implicit.recognition import Recognizer

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.prompting.texts import Passage, PromptText, Span, TokenPlaces
+from kvlinker.prompting.segments import Passage, PromptText, Span, TokenPlaces
 from kvlinker.service.implicit.structure import (
     JOINED_TOKENS,
     LEAST_TOKENS,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.types.messages import ContextCacheReference, Document, MarkedText
-from kvlinker.service.reading import orders
-from kvlinker.service.reading.orders import DocumentOrders
+from kvlinker.service.reading import reader
+from kvlinker.service.reading.reader import DocumentOrders
 
 NAMES = st.lists(st.sampled_from("abcde"), unique=True, max_size=5)
 
@@ -57,7 +57,7 @@ def test_what_is_asked_for_again_comes_in_one_order(asked):
 
 
 def test_what_was_asked_for_longest_ago_is_forgotten(monkeypatch):
-    monkeypatch.setattr(orders, "MOST_ORDERS", 1)
+    monkeypatch.setattr(reader, "MOST_ORDERS", 1)
     known = DocumentOrders()
     known.arranged_runs("anna", parts("ba"))
     known.arranged_runs("anna", parts("dc"))

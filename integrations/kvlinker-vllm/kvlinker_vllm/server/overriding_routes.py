@@ -225,8 +225,11 @@ class OverridingRoutes:
             explains=bool(link.explain),
             keeps_answer=link.keep in ("answer", "all"),
         )
-        workflows, step = self._llm.workflows, link.step
-        expected = await run_in_threadpool(workflows.expected, step, tenant=tenant) if step else ()
+        step = link.step
+        if step is None:
+            return await asyncio.wrap_future(self._engine.prepare(request))
+        workflows = self._llm.agents.workflows
+        expected = await run_in_threadpool(workflows.expected, step, tenant=tenant)
         prepared = await asyncio.wrap_future(self._engine.prepare(request))
         await run_in_threadpool(workflows.begin, step, expected, read.keys, tenant=tenant)
         return prepared

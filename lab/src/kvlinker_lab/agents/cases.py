@@ -44,7 +44,7 @@ class Case:
         """Ask the next request of a workflow, and wait until what its hints asked for is there."""
         self.answers.append(next(self.runs[workflow]))
         begin = time.perf_counter()
-        while self.llm.preloading.pending:
+        while self.llm.agents.preloading.pending:
             time.sleep(_POLL_SECONDS)
         self.ahead += time.perf_counter() - begin
 
@@ -55,7 +55,7 @@ def open_case(
 ) -> Iterator[Case]:
     """Open a system that has answered one prompt already. What its memory evicts is kept nowhere
     else; and the prefixes' pool has room for the longest prompt at least."""
-    from kvlinker.service.preloading import SCORE_BYTES
+    from kvlinker.service.agents.preloading import SCORE_BYTES
 
     share = STORES[store]
     longest = 2 * max(map(work.turn_tokens, turns))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvlinker.base.types.messages import ChatMessage
-from kvlinker.prompting.sections import Message, with_tool_section
+from kvlinker.prompting.chat import Message, with_tool_section
 from kvlinker_lab.training import vocabulary as words
 
 _VERBS = ("get", "find", "show", "check", "read", "fetch", "look_up", "search")

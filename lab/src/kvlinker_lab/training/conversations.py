@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from kvlinker.base.types.messages import ChatMessage
-from kvlinker.prompting.sections import Message
+from kvlinker.prompting.chat import Message
 from kvlinker_lab.training import prose
 from kvlinker_lab.training.calls import Desk
 from kvlinker_lab.training.questions import ALL_KINDS, Kind, Question, World, WorldSettings

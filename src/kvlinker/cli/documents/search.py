@@ -16,7 +16,7 @@ from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.documents.library import MODEL_SETTINGS, CacheLibrary, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
 from kvlinker.engines.contract.model_place import check_model
-from kvlinker.service.word_search import found_by_words
+from kvlinker.service.state import search_by_words
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 _SETTINGS = (*MODEL_SETTINGS, "disk_space", *SHARED_TIER_SETTINGS)
@@ -49,7 +49,7 @@ def search(
         if url is None:
             check_model(settings)
             tenant = DEFAULT_TENANT if api_key is None else tenant_of_key(api_key)
-            hits = found_by_words(settings, query, tenant=tenant, limit=limit, metadata=pairs)
+            hits = search_by_words(settings, query, tenant=tenant, limit=limit, metadata=pairs)
         if hits is None:
             with open_library(settings, url=url, api_key=api_key) as library:
                 hits = library.search(query, limit=limit, metadata=pairs)

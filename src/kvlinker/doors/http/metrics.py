@@ -26,7 +26,7 @@ from kvlinker.base.events import (
     PrefixRestored,
     PrefixSpilled,
     RequestFinished,
-    SuccessorsForetold,
+    SuccessorsPredicted,
     TierUnavailable,
 )
 from kvlinker.base.types.messages import TextSource
@@ -182,7 +182,7 @@ class Metrics:
                 self._implicit_texts.labels(event.source, event.outcome).inc()
             case ChunkSpared():
                 self._evictions_spared.inc()
-            case SuccessorsForetold():
+            case SuccessorsPredicted():
                 self._foretold.labels("hit").inc(event.followed)
                 self._foretold.labels("miss").inc(event.others)
             case AnswerKept():

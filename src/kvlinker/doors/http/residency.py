@@ -106,7 +106,7 @@ def residency(
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
-        pending=llm.preloading.pending,
+        pending=llm.agents.preloading.pending,
         recognises=served.settings.implicit in ("auto", "structure"),
         role=served.settings.role,
         pid=os.getpid(),
@@ -136,7 +136,7 @@ def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) ->
     those of which nothing is known are left out. For admins: chunks of all tenants are meant."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may preload chunks.")
-    begin = served.llm.preloading.begin
+    begin = served.llm.agents.preloading.begin
     return PreloadAnswer(pending=begin(body.chunks, body.seconds, tenant=caller.tenant))
 
 

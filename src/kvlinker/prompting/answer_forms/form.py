@@ -14,9 +14,8 @@ from kvlinker.base.types.call_marks import CallMarks
 from kvlinker.base.types.grammars import AnswerGrammar
 from kvlinker.base.types.tools import Tool, function_of
 from kvlinker.prompting.answer_forms import form_for
-from kvlinker.prompting.answer_forms.calls import CallForm
+from kvlinker.prompting.answer_forms.calls import CallForm, call_schemas
 from kvlinker.prompting.answer_forms.reader import AnswerReader, Reader
-from kvlinker.prompting.answer_forms.schemas import call_schemas
 from kvlinker.prompting.answer_forms.template_reader import TemplateReader
 
 _ANYTHING = r"/(?s:.*)/"
@@ -54,7 +53,7 @@ class AnswerForm:
     most_reasoning: int | None = None
     """The most tokens of reasoning; None for any number."""
 
-    @property
+    @cached_property
     def can_limit_reasoning(self) -> bool:
         """True if the model reasons between tokens of their own, so that it can be made to end."""
         return self.reasoning is not None and all(mark in self.marks for mark in self.reasoning)

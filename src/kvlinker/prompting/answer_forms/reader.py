@@ -93,7 +93,7 @@ class AnswerReader:
         self._bare = [(head, name) for name in bare for head in calls.bare_heads(name)]
         self._only_calls = only_calls
         self._most_calls = most_calls
-        self._told: list[AnswerPiece] = []
+        self._pieces: list[AnswerPiece] = []
         self._pending = ""
         self._trims = False
         self._begins_line = True
@@ -126,8 +126,8 @@ class AnswerReader:
         self._pending += text
         while self._part():
             pass
-        told, self._told = self._told, []
-        return told
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def finish(self, *, cut: bool) -> list[AnswerPiece]:
         rest, self._pending = self._pending, ""
@@ -246,7 +246,7 @@ class AnswerReader:
                 self._release_call()
         if end is None:
             return False
-        self._told.append(AnswerPiece("called"))
+        self._pieces.append(AnswerPiece("called"))
         self._called.append((self._head_piece.text, self._json.without_space))
         if len(self._called) == self._most_calls:
             return self._go_on(self._end, "")
@@ -255,7 +255,7 @@ class AnswerReader:
     def _release_call(self) -> None:
         """Report the beginning of a call that was held back."""
         if self._held is not None:
-            self._told.append(self._head_piece)
+            self._pieces.append(self._head_piece)
             self._tell("arguments", self._held)
             self._held = None
 
@@ -311,7 +311,7 @@ class AnswerReader:
         if any(name == other for other, _ in self._called):
             self._held = ""
         else:
-            self._told.append(self._head_piece)
+            self._pieces.append(self._head_piece)
         return self._go_on(self._before_arguments, text)
 
     def _wait_for(self, mark: str, kind: Literal["content", "reasoning"]) -> bool:
@@ -334,7 +334,7 @@ class AnswerReader:
 
     def _tell(self, kind: Literal["content", "reasoning", "arguments"], text: str) -> None:
         if text and not (kind == "content" and self._only_calls):
-            self._told.append(AnswerPiece(kind, text))
+            self._pieces.append(AnswerPiece(kind, text))
             self._begins_line = kind != "content"
 
 

@@ -17,12 +17,12 @@ MOST_MEMORY_BYTES = 8 * 2**30
 def main(suffix: str) -> None:
     """Read the file, within ``MOST_MEMORY_BYTES``."""
     limit_memory(MOST_MEMORY_BYTES)
-    told: dict[str, str | None]
+    answer: dict[str, str | None]
     try:
-        told = asdict(read_document(sys.stdin.buffer.read(), suffix))
+        answer = asdict(read_document(sys.stdin.buffer.read(), suffix))
     except NoTextError as error:
-        told = {"no_text": str(error)}
-    print(json.dumps(told))
+        answer = {"no_text": str(error)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class AuditOptions:
 
 
 class TokenBudget:
-    """Allows so many tokens an hour; unused time is kept for later, an hour's worth at most."""
+    """Allows a number of tokens an hour; unused time is kept for later, an hour's worth at most."""
 
     def __init__(
         self, per_hour: int | None, *, clock: Callable[[], float] = time.monotonic
@@ -67,7 +67,7 @@ class TokenBudget:
         self._since = clock()
 
     def take(self, tokens: int) -> bool:
-        """Take so many tokens; False, and nothing taken, where fewer are left."""
+        """Take this many tokens. Returns False, and takes nothing, where fewer are left."""
         if self._per_hour is None:
             return True
         now = self._clock()
@@ -170,8 +170,8 @@ class Auditor:
         deadline = time.monotonic() + seconds
         with self._answers.all_tasks_done:
             while self._answers.unfinished_tasks:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._answers.all_tasks_done.wait(left):
+                seconds = deadline - time.monotonic()
+                if seconds <= 0 or not self._answers.all_tasks_done.wait(seconds):
                     return False
         return True
 

@@ -1,16 +1,19 @@
 """Keeps the agreement of answers at a target: raises or lowers the default policy by the audit's
-findings."""
+findings, on a ladder of policies from the cheapest to the full one."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvlinker.linking import Policy
-from kvlinker.service.audit.ladder import FULL, Ladder
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.linking import Policy, parse_policy
+from kvlinker.linking.parameters import Number, declared
+from kvlinker.linking.policy import joined
 from kvlinker.service.audit.statistics import RateTest, RepeatedTest, RepeatedTestState
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,82 @@ MOST_EVIDENCE = 1e12
 
 EVERYBODY = "*"
 """Stands for all tenants, where they are not steered apart."""
+
+
+USUAL = ("query-5-sensitive", "legolink-16")
+"""The policies, the better one first, whose numbers are raised where the default policy has
+none."""
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Policies from the cheapest to the one that computes everything."""
+
+    policies: tuple[Policy, ...]
+
+    start: int
+    """The index of the policy to begin with."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The policies' names."""
+        return tuple(policy.name for policy in self.policies)
+
+
+def make_ladder(
+    policy: Policy,
+    names: Sequence[str] = (),
+    *,
+    unsupported: Callable[[Policy], str | None] = lambda policy: None,
+) -> Ladder:
+    """Make the ladder that begins with ``policy``: of the policies of these ``names``, or of the
+    numbers that are worth trying for it. Behind one without a number stand those of the best usual
+    policy that the engine supports.
+
+    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError if it is
+    ``policy`` or one of ``names``, and InvalidRequestError if ``policy`` is none of them.
+    """
+    if (reason := unsupported(policy)) is not None:
+        raise PolicyError(reason, param="policy")
+    full = parse_policy(FULL)
+    if names:
+        wanted = [parse_policy(name) for name in names]
+        for each in wanted:
+            if (reason := unsupported(each)) is not None:
+                raise PolicyError(reason, param="quality_policies")
+        if policy not in (*wanted, full):
+            raise InvalidRequestError(
+                f"quality_policies are {', '.join(names)}, but the default policy, {policy}, is"
+                " none of them. Add it, or set policy to one of them.",
+                param="quality_policies",
+            )
+    else:
+        usual = usual_policy(unsupported)
+        wanted = _numbers(policy) or [policy, *_numbers(usual)]
+        wanted = [each for each in wanted if unsupported(each) is None]
+    steps = (*(each for each in dict.fromkeys(wanted) if not each.exact), full)
+    return Ladder(steps, steps.index(policy if policy in steps else full))
+
+
+def usual_policy(unsupported: Callable[[Policy], str | None]) -> Policy:
+    """Return the best usual policy that is supported, else the full one."""
+    policies = (parse_policy(name) for name in (*USUAL, FULL))
+    return next(each for each in policies if unsupported(each) is None)
+
+
+def _numbers(policy: Policy) -> list[Policy]:
+    """Return the policy with the numbers that are worth trying, its own included, ascending; of a
+    union, those of its first part with a number. None where it has no number."""
+    for index, part in enumerate(policy.parts):
+        for name, parameter in declared(type(part)).items():
+            if isinstance(parameter, Number):
+                before, after = policy.parts[:index], policy.parts[index + 1 :]
+                values = sorted({*parameter.trials, getattr(part, name)})
+                parts = [replace(part, **{name: value}) for value in values]  # type: ignore[type-var]
+                return [joined((*before, each, *after)) for each in parts]
+    return []
 
 
 class Reason(StrEnum):
@@ -62,7 +141,7 @@ class Decision:
     deciding test began."""
 
     agreeing: int
-    """Those of them that agree."""
+    """The comparisons that agree."""
 
     evidence: float
     """The factor by which a rate on that side of the target explains them better than the target

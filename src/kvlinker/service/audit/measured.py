@@ -1,4 +1,4 @@
-"""What was measured of linking policies with one model, by which ``policy = "auto"`` chooses among
+"""Measurements of linking policies with one model, by which ``policy = "auto"`` chooses among
 them."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.service.audit.certificate import FINGERPRINT_CHARACTERS, conditions_of
-from kvlinker.service.audit.ladder import FULL, USUAL, usual_policy
+from kvlinker.service.audit.controller import FULL, USUAL, usual_policy
 from kvlinker.settings import UNMEASURED, Settings
 from kvlinker.store.format.durability import replace_file
 
@@ -34,7 +34,7 @@ ALONE = (*USUAL, "query-15-sensitive")
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """What was measured of a policy."""
+    """Measurements of a policy."""
 
     policy: str
     answer_kl: float
@@ -71,7 +71,7 @@ class AutoPolicy:
         figures = figures_kept(settings, fingerprint)
         measured = [each.policy for each in figures] == [each.name for each in self.candidates]
         self.figures = figures if measured else ()
-        """What was measured of the candidates, in their order; empty if nothing was."""
+        """The measurements of the candidates, in their order; empty if nothing was measured."""
         self.policy = self._chosen()
         """The policy of requests that name none."""
 

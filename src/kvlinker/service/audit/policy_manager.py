@@ -11,11 +11,10 @@ from kvlinker.engines.contract.contract import Engine
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.service.audit.auditor import AuditOptions, Auditor
 from kvlinker.service.audit.certificate import CertifiedPolicies
-from kvlinker.service.audit.controller import QualityController
+from kvlinker.service.audit.controller import QualityController, make_ladder
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings
 from kvlinker.service.audit.journal import AuditJournal
-from kvlinker.service.audit.ladder import make_ladder
 from kvlinker.service.audit.measured import AutoPolicy
 from kvlinker.service.audit.pool import AuditPool
 from kvlinker.settings import AUTO, Settings

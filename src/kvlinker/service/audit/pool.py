@@ -70,7 +70,7 @@ class AuditPool:
         self._thread.start()
 
     def add(self, sample: Sample) -> None:
-        """Have a sample written soon, and taken then. Does not wait."""
+        """Enqueue a sample, which is written soon, and taken then. Does not wait."""
         self._unwritten.append(sample)
 
     def refresh(self) -> None:

@@ -134,7 +134,7 @@ class RepeatedTest:
         """The answers since the present test began."""
 
         self.successes = 0
-        """Those of them that are successes."""
+        """The trials that are successes."""
 
     @property
     def evidence(self) -> float:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvlinker.base.arguments import names_arguments
 from kvlinker.base.types.chunks import GenerationContext, parse_context
@@ -21,7 +25,6 @@ from kvlinker.service.context_caches.checks import (
     texts_of,
 )
 from kvlinker.service.context_caches.creation import Metadata
-from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 
 
@@ -209,3 +212,17 @@ def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:
         if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE
         else DEFAULT_TENANT
     )
+
+
+@contextmanager
+def progress_bar(chunks: int, shown: bool | None) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr, or in a notebook's cell, until the block ends; what it gives is called
+    for each of the ``chunks``, from any thread. ``shown``: None for notebooks alone."""
+    console = Console(stderr=True)
+    if not (console.is_jupyter if shown is None else shown):
+        yield lambda: None
+        return
+    columns = (TextColumn("caching chunks"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=chunks)
+        yield lambda: bar.advance(task)

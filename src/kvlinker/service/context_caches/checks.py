@@ -144,7 +144,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: Any, least: int, most: int | None) -> bool:
-    """Return whether it is a text of so many characters, all of which UTF-8 can write."""
+    """Return whether this is a text of ``least`` to ``most`` characters, all of which UTF-8 can
+    write."""
     if not isinstance(value, str) or len(value) < least or (most is not None and len(value) > most):
         return False
     return not any("\ud800" <= character <= "\udfff" for character in value)

@@ -89,7 +89,7 @@ class Creation:
         pinned: bool,
         advance: Callable[[], object],
     ) -> Future[tuple[ContextCache, ...]]:
-        """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of
+        """Begin what ``ContextCaches.create`` returns. Raises its errors, except that for missing
         rights."""
         if not 0 < len(texts) <= MAX_CHUNKS:
             raise InvalidRequestError(
@@ -131,13 +131,13 @@ class Creation:
     def enter_implicit(
         self, lives: Mapping[Chunk, float], *, owner: str, kept: Collection[str]
     ) -> dict[Chunk, tuple[ContextCache, bool]]:
-        """Enter implicit context caches in the catalog, but for those chunks of which the owner has
-        one by now; returns them, and whether each is new.
+        """Enter implicit context caches in the catalog, which live the seconds in ``lives`` from
+        their last use. A chunk that has a context cache of the owner by now gets no other. Returns
+        the context caches, and whether each is new.
 
-        They live the seconds in ``lives`` from their last use. Expired context caches make room for
-        them, and implicit ones that were used longest ago, but for the ids in ``kept``; where that
-        is not enough, a chunk is missing in the result. The KV is computed when a prompt first
-        needs it.
+        Expired context caches make room, then the least recently used implicit ones, except the ids
+        in ``kept``. Where that is not enough, a chunk is missing in the result. The KV is computed
+        when a prompt first needs it.
         """
         now = time.time()
         records = [
@@ -253,8 +253,8 @@ class Creation:
         ttl: float | None,
         entered: Future[tuple[ContextCache, ...]],
     ) -> None:
-        """Have the records entered by another thread: this is the engine's, which must not wait for
-        the disk."""
+        """Enter the records in another thread: this is the engine's, which must not wait for the
+        disk."""
         try:
             self._writer.submit(self._enter, computed, records, ttl, entered)
         except BaseException as error:

@@ -72,7 +72,7 @@ class PassagesAhead:
         self._thread: Thread | None = None
 
     def note(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> None:
-        """Have chunks computed that stand in one prompt, as far as they have no context caches."""
+        """Enqueue chunks of one prompt; those without context caches are computed."""
         if not texts:
             return
         with suppress(Full):
@@ -131,8 +131,8 @@ class PassagesAhead:
             self._engine.expect_together(together, tenant=tenant)
 
     def _has_room(self, tenant: str, nbytes: int) -> bool:
-        """Return whether the tenant may have a chunk of so many bytes without losing others: what
-        it has asked for is worth more."""
+        """Return whether the tenant may have a chunk of ``nbytes`` bytes without losing others,
+        which it has asked for and which are worth more."""
         quota, has = self._quotas.of(tenant), self._catalog.usage(tenant)
         return (
             self._catalog.implicit.count(tenant) < self._most_caches

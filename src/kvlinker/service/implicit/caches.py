@@ -96,16 +96,16 @@ class ImplicitCaches:
         if not text:
             return None
         try:
-            return self._fitting(self._builder.encode_chunk(text), salt)
+            return self._fit(self._builder.encode_chunk(text), salt)
         except InvalidRequestError:
             return None
 
     def within(self, ids: Sequence[int], salt: str = "") -> Chunk | None:
         """Return the chunk of token ids that stand within a prompt; None if they are none, or too
         many."""
-        return self._fitting(self._builder.chunk_within(ids), salt) if ids else None
+        return self._fit(self._builder.chunk_within(ids), salt) if ids else None
 
-    def _fitting(self, chunk: Chunk, salt: str) -> Chunk | None:
+    def _fit(self, chunk: Chunk, salt: str) -> Chunk | None:
         fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._engine.max_model_len
         return replace(chunk, salt=salt, scored=False) if fits else None
 
@@ -117,17 +117,18 @@ class ImplicitCaches:
             return {}
         fingerprint = salted(self._engine.fingerprint, chunks[0].salt)
         try:
-            known = self._catalog.implicit.find(
-                {chunk.content for chunk in chunks}, tenant, fingerprint, time.time()
-            )
+            contents = [chunk.content for chunk in chunks]
+            known = self._catalog.implicit.find(set(contents), tenant, fingerprint, time.time())
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             return {}
         found = {}
-        for chunk in chunks:
-            if caches := known.get(chunk.content):
-                best = min(caches, key=lambda cache: _rank(cache, chunk))
-                found[chunk] = FoundChunk(best.chunk, best, created=False)
+        for chunk, content in zip(chunks, contents, strict=True):
+            caches = known.get(content, ())
+            if len(caches) > 1:
+                caches = sorted(caches, key=lambda cache: _rank(cache, chunk))
+            if caches:
+                found[chunk] = FoundChunk(caches[0].chunk, caches[0], created=False)
         return found
 
     def find_part(
@@ -192,17 +193,16 @@ class ImplicitCaches:
         does not answer, and their texts are computed.
         """
         try:
-            found = self._entered(texts, known, tenant, kept)
+            found = self._enter_missing(texts, known, tenant, kept)
         except CatalogUnavailableError as error:
             logger.warning("Texts are computed without their chunks: %s", error.message)
             found = {}
-        for chunk, each in found.items():
-            names = _names_of(texts[chunk], tenant)
-            self._events.publish(ChunkNamed(each.cache.chunk_key, names, each.cache.tenant))
         for chunk, text in texts.items():
-            outcome: Literal["hit", "created", "refused"] = "hit"
-            if chunk not in found or found[chunk].created:
-                outcome = "created" if chunk in found else "refused"
+            outcome: Literal["hit", "created", "refused"] = "refused"
+            if (each := found.get(chunk)) is not None:
+                outcome = "created" if each.created else "hit"
+                names = _names_of(text, tenant)
+                self._events.publish(ChunkNamed(each.cache.chunk_key, names, each.cache.tenant))
             self._events.publish(ImplicitText(text.source, outcome))
         return found
 
@@ -219,18 +219,25 @@ class ImplicitCaches:
         if lives:
             self._catalog.implicit.extend(lives, now)
 
-    def _entered(
+    def _enter_missing(
         self,
         texts: Mapping[Chunk, MarkedText],
         known: Mapping[Chunk, FoundChunk],
         tenant: str,
         kept: Collection[str],
     ) -> dict[Chunk, FoundChunk]:
-        found = {chunk: known[chunk] for chunk in texts if chunk in known}
-        self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
-        kept = {*kept, *(each.cache.id for each in found.values())}
-        new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
+        found: dict[Chunk, FoundChunk] = {}
+        lives: dict[ContextCache, float | None] = {}
+        new: dict[Chunk, float] = {}
+        for chunk, text in texts.items():
+            if (each := known.get(chunk)) is None:
+                new[chunk] = text.ttl or self._ttl
+            else:
+                found[chunk] = each
+                lives[each.cache] = text.ttl
+        self.extend(lives)
         if new:
+            kept = {*kept, *(each.cache.id for each in found.values())}
             entered = self._creation.enter_implicit(new, owner=tenant, kept=kept)
             for chunk, (cache, created) in entered.items():
                 found[chunk] = FoundChunk(cache.chunk, cache, created)

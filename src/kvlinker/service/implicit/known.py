@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.prompting.texts import Span
+from kvlinker.prompting.segments import Span
 
 WINDOW = 32
 """The characters of a window, by whose hash texts are found."""
@@ -87,7 +87,7 @@ class KnownTexts:
         return len(self._texts)
 
     def add(self, text: str) -> None:
-        """Have a text be found, unless it is shorter than a window."""
+        """Add a text to those that are found, unless it is shorter than a window."""
         if len(text) < WINDOW:
             return
         window = int(self._windows.of(text[:WINDOW])[0])

@@ -22,7 +22,7 @@ from kvlinker.base.errors import CatalogUnavailableError, InvalidRequestError
 from kvlinker.base.events import AnswerKept, Event, Events
 from kvlinker.base.types.chunks import salted
 from kvlinker.prompting.encoding import TextEncoder
-from kvlinker.prompting.texts import Passage, PromptText, Span
+from kvlinker.prompting.segments import Passage, PromptText, Span
 from kvlinker.service.implicit.known import WINDOW, KnownTexts, WindowHash
 from kvlinker.service.implicit.seen_lines import (
     LEAST_CHARACTERS,
@@ -40,7 +40,8 @@ MOST_TENANTS = 64
 that asked longest ago are forgotten."""
 
 LOOK_SECONDS = 60.0
-"""After so many seconds, the catalog is asked again which tenants have kept answers."""
+"""The seconds after which the catalog is asked again which tenants have kept answers. Chosen by
+hand."""
 
 MOST_BEGINNINGS = 16_384
 """The most beginnings of prompts, each up to the end of a line, that are remembered of one
@@ -54,7 +55,7 @@ PART_END = "\0"
 
 
 class Recognised(NamedTuple):
-    """What is found in the texts of one prompt, in order."""
+    """Passages in the texts of one prompt, in order."""
 
     chunks: Sequence[Passage]
     """Known texts, and passages that come again."""
@@ -78,7 +79,7 @@ class Recognizer:
         self._keeping: set[str] = set()  # tenants with kept answers
         self._looked_at = -math.inf
         self._look()
-        events.subscribe(self._listen)
+        events.subscribe(self._listen, AnswerKept)
 
     def read(
         self,
@@ -99,8 +100,7 @@ class Recognizer:
             with suppress(CatalogUnavailableError):  # what is known already is recognised
                 self._load(texts, tenant, salt)
             reading = _Reading(texts)
-            for each in prompt_texts:
-                reading.read(each)
+            reading.read(prompt_texts)
             if notes:
                 texts.remember(reading)
             return Recognised(reading.found, reading.paragraphs if notes else ())
@@ -113,8 +113,7 @@ class Recognizer:
         texts = self._texts_of(tenant, salt)
         with texts.lock:
             reading = _Reading(texts)
-            for each in prompt_texts:
-                reading.read(each)
+            reading.read(prompt_texts)
             texts.remember(reading)
             return reading.found
 
@@ -187,7 +186,7 @@ class Recognizer:
             return texts
 
     def _load(self, texts: _TenantTexts, tenant: str, salt: str) -> None:
-        """Have the tenant's texts know all chunks that the catalog has of it by now."""
+        """Load the texts of all chunks that the catalog has of the tenant by now."""
         texts.loaded, chunks = self._catalog.implicit.tokens_since(
             texts.loaded, tenant, salted(self._fingerprint, salt), limit=MOST_LOADED
         )
@@ -220,7 +219,8 @@ class _TenantTexts:
         """Remember the texts of a prompt, once it is read: it does not come again within itself."""
         for units in reading.fresh:
             self.seen_lines.note(units)
-        self.beginnings.add(reading.beginnings)
+        if reading.beginnings:
+            self.beginnings.add(reading.beginnings)
 
 
 class _Reading:
@@ -240,26 +240,32 @@ class _Reading:
         self._texts = texts
         self._digest = hashlib.sha256()
 
-    def read(self, source: PromptText) -> None:
-        """Read a text of the prompt, what stands before it included."""
-        self._read(source.before + PART_END)
-        for begin, end in source.sections:
-            self._read_section(source, begin, end)
-            self._read(PART_END)
+    def read(self, texts: Sequence[PromptText]) -> None:
+        """Read the texts of the prompt, and the chunks that stand before each of them."""
+        digest = self._digest
+        for source in texts:
+            digest.update(f"{source.before}{PART_END}".encode(errors="surrogatepass"))
+            for first, last in source.sections:
+                if last - first < WINDOW:  # no text of a chunk is as short
+                    text = source.text[first:last]
+                    digest.update(text.encode(errors="surrogatepass"))
+                else:
+                    self._read_section(source, first, last)
+                digest.update(PART_END.encode())
 
     def _read_section(self, source: PromptText, first: int, last: int) -> None:
         text = source.text[first:last]
-        spans = self._texts.known.find(text) if len(text) >= WINDOW else []
+        spans = self._texts.known.find(text)
         passages: list[Span] = []
         if len(text) < LEAST_CHARACTERS:
-            self._read(text)
+            self._add(text)
         else:
             end = 0
             for (_, before), (begin, behind) in pairwise([(0, 0), *spans, (len(text), len(text))]):
                 units = units_of(text, before, begin)
                 new = []
                 for unit in units:
-                    self._read(text[end : unit.end])
+                    self._add(text[end : unit.end])
                     end = unit.end
                     beginning = self._digest.digest()
                     self.beginnings.append(beginning)
@@ -271,12 +277,13 @@ class _Reading:
                 unknown = [unit for unit in new if not _within(unit, again)]
                 for start, stop in paragraphs(text, unknown):
                     self.paragraphs.append(Passage(source, first + start, first + stop))
-                self._read(text[end:behind])
+                self._add(text[end:behind])
                 end = behind
         for start, stop in sorted([*spans, *passages]):
             self.found.append(Passage(source, first + start, first + stop))
 
-    def _read(self, text: str) -> None:
+    def _add(self, text: str) -> None:
+        """Add a text to the digest of all that was read."""
         self._digest.update(text.encode(errors="surrogatepass"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
-from kvlinker.prompting.texts import Span
+from kvlinker.prompting.segments import Span
 
 MOST_SIGHTS = 16_384
 """The most units, and pairs of them, that are remembered of one tenant."""

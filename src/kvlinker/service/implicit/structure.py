@@ -17,7 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvlinker.prompting.texts import Passage, PromptText
+from kvlinker.prompting.segments import Passage, PromptText
 
 LEAST_TOKENS = 64
 """The fewest tokens of a piece: a shorter paragraph is joined with short ones beside it, and what
@@ -33,15 +33,15 @@ PART_TOKENS = 1024
 """The tokens at which a part of a long paragraph ends with its line in any case."""
 
 _ONE_OF = 4
-"""One in so many lines, or short paragraphs, ends a piece that is long enough: chosen by what it
-says, so that the same ones do after an edit before it."""
+"""One in this many lines, or short paragraphs, ends a piece that is long enough. A hash of its text
+chooses it, so that the same ones end pieces after an edit before them."""
 
 _LINE = re.compile(r"\n(?=[ \t]*\S)")
 _BLANK = re.compile(r"\n[ \t\r]*\n[ \t]*$")
 
 
 class _Unit(NamedTuple):
-    """A line, or a paragraph: characters [begin, end) of a text, which are so many tokens."""
+    """A line, or a paragraph: characters [begin, end) of a text, and the number of its tokens."""
 
     begin: int
     end: int

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.messages import Implicit, MarkedText, TextSource
-from kvlinker.prompting.segments import Prompt
-from kvlinker.prompting.texts import Passage
+from kvlinker.prompting.segments import Passage, Prompt
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
@@ -44,18 +43,6 @@ class PassageLinker:
         self._implicit = implicit
         self._recognizer = recognizer
         self._ahead = ahead
-
-    def needs_texts(self, mode: Implicit, tenant: str) -> bool:
-        """Return whether prompts need their texts: not where nothing is looked for in them."""
-        if mode is Implicit.MARKED:
-            return self._recognizer.keeps_answers(tenant)
-        return mode is not Implicit.OFF
-
-    def notice(self, prompt: Prompt, *, tenant: str, salt: str) -> int:
-        """Return how many tokens of a prompt's texts stood elsewhere in earlier prompts, and would
-        be found if they were looked for."""
-        passages = self._recognizer.notice(prompt.texts, tenant=tenant, salt=salt)
-        return sum(last - first for first, last in (passage.tokens for passage in passages))
 
     def link(
         self,

@@ -4,9 +4,15 @@ texts are to have."""
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from hashlib import sha256
+from itertools import groupby
+from types import MappingProxyType
+from typing import TypeVar
 
 from kvlinker.base.errors import (
     ContextCacheModelError,
@@ -14,7 +20,7 @@ from kvlinker.base.errors import (
     InvalidRequestError,
 )
 from kvlinker.base.types.answers import Usage
-from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.chunks import Chunk, Origin
 from kvlinker.base.types.context_cache import LinkedCache
 from kvlinker.base.types.messages import (
     MARKS,
@@ -40,11 +46,19 @@ from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.implicit.ahead import PassagesAhead
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.service.implicit.recognition import Recognizer
-from kvlinker.service.reading.orders import DocumentOrders
 from kvlinker.service.reading.passages import PassageLinker
+
+MOST_ORDERS = 8192
+"""The most sets of chunks whose orders are remembered; those that were asked for last stay. Chosen
+by hand: an entry is a few hundred bytes."""
+
+NO_TEXTS: Mapping[MarkedText, Chunk] = MappingProxyType({})
+NO_CHUNKS: Mapping[Chunk, FoundChunk] = MappingProxyType({})
 
 Chunks = Mapping[CachedPart, Chunk]
 """The chunks of parts; a marked text that is not among them stays text."""
+
+P = TypeVar("P", bound=str | CachedPart | Document[CachedPart])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +158,7 @@ class ContentReader:
         self._builder = builder
         self._caches = caches
         self._implicit = implicit
+        self._recognizer = recognizer
         self._passages = PassageLinker(caches, implicit, recognizer, ahead)
         self._policies = policies
         self._default_mode = mode
@@ -157,6 +172,7 @@ class ContentReader:
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> ReadPrompt:
         """Read a conversation about documents."""
+        # Errors name the places of ids as the caller wrote them, so before any change of order.
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
             _note_places(message.content, f"messages.{index}.content", places)
@@ -166,32 +182,39 @@ class ContentReader:
         mode = self._mode(how)
         if mode is Implicit.STRUCTURE:
             documents, messages = _without_marks(documents, messages)
-        beside = [document.text for document in documents]
-        given = chain(beside, *((message.name or "", *message.content) for message in messages))
-        self._builder.limit.check_texts(_texts_of(given), param="messages")
-        texts = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
-        self._builder.limit.check_texts(texts, param="tools")
-        options, definitions = self._marked_definitions(options, mode)
-        parts = [
-            *definitions,
-            *beside,
-            *chain.from_iterable(message.content for message in messages),
-        ]
+        parts: list[str | CachedPart] = []
+        names: list[str] = []
+        for document in documents:
+            parts.append(document.text)
+        for message in messages:
+            parts += message.content
+            names.append(message.name or "")
+        # Encoding, and a template, take long for texts that cannot fit anyway.
+        self._builder.limit.check_texts(_texts_of((*names, *parts)), param="messages")
+        definitions: list[MarkedText] = []
+        if options.tools:
+            tools = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
+            self._builder.limit.check_texts(tools, param="tools")
+            options, definitions = self._marked_definitions(options, mode)
 
         def build(chunks: Chunks, with_texts: bool) -> Prompt:
-            linked = [
-                ChatMessage(each.role, _placed(each.content, chunks), each.name, each.fields)
-                for each in messages
-            ]
-            beside = [
-                Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents
-            ]
-            described = {each.text: chunks[each] for each in definitions if each in chunks}
+            shown: list[Document[Chunk]] = []
+            linked: list[ChatMessage[Chunk]] = []
+            for each in documents:
+                (text,) = _place_chunks((each.text,), chunks)
+                shown.append(Document(text, each.fields))
+            for message in messages:
+                content = _place_chunks(message.content, chunks)
+                linked.append(ChatMessage(message.role, content, message.name, message.fields))
+            described: dict[str, Chunk] = {}
+            for text in definitions:
+                if text in chunks:
+                    described[text.text] = chunks[text]
             return self._builder.chat(
-                linked, beside, options=options, definitions=described, with_texts=with_texts
+                linked, shown, options=options, definitions=described, with_texts=with_texts
             )
 
-        return self._read(parts, places, how, build)
+        return self._read([*definitions, *parts], places, how, mode, build)
 
     def completion(self, prompt: CompletionPrompt[CachedPart], how: ReadOptions) -> ReadPrompt:
         """Read the prompt of a completion."""
@@ -202,14 +225,16 @@ class ContentReader:
         self._builder.limit.check_texts(_texts_of(prompt), param="prompt")
         if how.any_order:
             prompt = tuple(self._orders.arranged_runs(f"{how.tenant}\0{how.salt}", prompt))
-        if self._mode(how) is Implicit.STRUCTURE:
+        mode = self._mode(how)
+        if mode is Implicit.STRUCTURE:
             prompt = tuple(map(_without_mark, prompt))
         return self._read(
             prompt,
             places,
             how,
+            mode,
             lambda chunks, with_texts: self._builder.completion(
-                _placed(prompt, chunks),
+                _place_chunks(prompt, chunks),
                 special_tokens=how.special_tokens,
                 with_texts=with_texts,
             ),
@@ -220,107 +245,107 @@ class ContentReader:
         parts: Iterable[str | CachedPart],
         places: Mapping[str, str],
         how: ReadOptions,
+        mode: Implicit | None,
         build: Callable[[Chunks, bool], Prompt],
     ) -> ReadPrompt:
         """Read a prompt of these parts; ``places`` has the first place of each id, and ``build``
         makes the prompt with these chunks, and its texts if they are wanted.
 
-        Ids are looked up, and marked texts become chunks: each is encoded, its context cache is
-        found by content, and once the prompt is built, and fits, new ones are entered. Then parts
-        of the prompt's other texts become chunks, which changes none of its token ids.
+        Ids are looked up, marked texts are encoded, and once the prompt is built, and fits, the
+        context caches of those are entered. Then passages of the prompt's other texts become
+        chunks, which changes none of its token ids.
         """
-        cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
-        named = self._look_up(places, how.tenant)
-        named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
-        mode = self._mode(how)
-        encoded: dict[MarkedText, Chunk] = (
-            {} if mode is Implicit.OFF else self._encode(cached, how.salt)
+        links = mode in (Implicit.AUTO, Implicit.STRUCTURE) or (
+            mode is Implicit.MARKED and self._recognizer.keeps_answers(how.tenant)
         )
-        known = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
-        marked = _by_text(encoded, known)
-        chunks = named_chunks | encoded | {part: found.chunk for part, found in marked.items()}
-        links = self._passages.needs_texts(mode, how.tenant)
-        notices = how.keeps and mode in (Implicit.MARKED, Implicit.OFF) and not self._is_exact(how)
+        notices = how.keeps and mode in (Implicit.MARKED, Implicit.OFF)
         with_texts = links or notices
+        named = self._look_up(places, how.tenant) if places else {}
+        texts: dict[MarkedText, Chunk] = {}
+        if mode not in (None, Implicit.OFF):
+            texts = self._encode(parts, how.salt)
+        known = self._implicit.find(tuple(texts.values()), tenant=how.tenant) if texts else {}
+        chunks = _chunks_of(named, texts, known)
         try:
             prompt = build(chunks, with_texts)
         except InvalidRequestError:
-            if not encoded:
+            if not texts:
                 raise
-            # the chat template may not show each text once, which is not the caller's mistake
-            encoded, marked, chunks = {}, {}, named_chunks
+            # The chat template may not show each text once, which is not the caller's mistake.
+            texts, chunks = {}, _chunks_of(named)
             prompt = build(chunks, with_texts)
+        uses: dict[CachedPart, FoundChunk]
         if how.keeps:
-            self._builder.limit.check_prompt(len(prompt))  # before anything is entered for it
-            entered = self._implicit.use(
-                {chunk: text for text, chunk in encoded.items()}, known, tenant=how.tenant
-            )
-            marked = _by_text(encoded, entered)
-            used = named_chunks | {part: found.chunk for part, found in marked.items()}
-            if used != chunks:  # there was no room for some
+            # The length is checked before anything is entered for the prompt.
+            self._builder.limit.check_prompt(len(prompt))
+            uses = named | self._enter(texts, known, how.tenant)
+            used = _chunks_of(uses)
+            if used != chunks:  # there was no room for some texts
                 prompt = build(used, with_texts)
-        uses = {found.chunk: found for found in (*named.values(), *marked.values())}
-        if lost := {chunk for chunk, each in uses.items() if self._passages.is_lost_answer(each)}:
-            prompt = prompt.with_tokens_of(lost)
-        reusable, passages = 0, dict[Chunk, FoundChunk]()
+        else:
+            uses = named | {text: known[chunk] for text, chunk in texts.items() if chunk in known}
+        found: dict[Chunk, FoundChunk] = {}
+        lost: set[Chunk] = set()
+        for each in uses.values():
+            found[each.chunk] = each
+            if each.chunk.origin is not Origin.TEXT and self._passages.is_lost_answer(each):
+                lost.add(each.chunk)
+        prompt = prompt.with_tokens_of(lost) if lost else prompt
+        reusable = 0
         if notices:
-            reusable = self._passages.notice(prompt, tenant=how.tenant, salt=how.salt)
-        if links:
+            # Answers say how many tokens the setting implicit = "auto" would have linked.
+            for passage in self._recognizer.notice(prompt.texts, tenant=how.tenant, salt=how.salt):
+                first, last = passage.tokens
+                reusable += last - first
+        if links and mode:
             prompt, passages = self._passages.link(
                 prompt,
                 mode,
                 tenant=how.tenant,
                 salt=how.salt,
                 keeps=how.keeps,
-                used=[each.cache.id for each in uses.values()],
+                used=[each.cache.id for each in found.values()],
             )
-        policy = self._policy(how, implicit=bool((marked or passages) and not named))
-        uses |= passages
-        shown = {uses[chunk].cache.id: uses[chunk] for chunk in prompt.chunks if chunk in uses}
+            found |= passages
+        shown: dict[str, FoundChunk] = {}
+        for chunk in prompt.chunks:
+            if (use := found.get(chunk)) is not None:
+                shown[use.cache.id] = use
+        policy = self._policy(how, implicit=bool(found) and not named)
         return ReadPrompt(prompt, policy, shown, how.salt, reusable)
 
-    def _mode(self, how: ReadOptions) -> Implicit:
-        """Return which texts become chunks: none where all of it would be computed again."""
-        return Implicit.OFF if self._is_exact(how) else how.implicit or self._default_mode
-
-    def _is_exact(self, how: ReadOptions) -> bool:
-        """Return whether all of a prompt is computed whatever chunks it has."""
-        return how.policy.exact if how.policy else self._policies.needs_no_chunks
+    def _mode(self, how: ReadOptions) -> Implicit | None:
+        """Return which texts become chunks; None where all of a prompt is computed whatever chunks
+        it has."""
+        if how.policy.exact if how.policy else self._policies.needs_no_chunks:
+            return None
+        return how.implicit or self._default_mode
 
     def _policy(self, how: ReadOptions, *, implicit: bool = False) -> Policy:
         """Return the policy of a prompt; ``implicit``: it has chunks, none named by id."""
         return how.policy or self._policies.default_policy(how.tenant, implicit=implicit)
 
     def _marked_definitions(
-        self, options: TemplateOptions, mode: Implicit
+        self, options: TemplateOptions, mode: Implicit | None
     ) -> tuple[TemplateOptions, list[MarkedText]]:
         """Return the options with tools as chat templates take them, and the definitions of those
         that are marked, where marks mean something. Raises InvalidRequestError for a wrong mark."""
         tools: list[Tool] = []
         marked: list[MarkedText] = []
-        for index, given in enumerate(options.tools):
-            tool = {name: value for name, value in given.items() if name not in MARKS}
+        for index, defined in enumerate(options.tools):
+            tool = {name: value for name, value in defined.items() if name not in MARKS}
             tools.append(tool)
-            mark = marked_text(given, "", param=f"tools.{index}")
+            mark = marked_text(defined, "", param=f"tools.{index}")
             if isinstance(mark, MarkedText) and mode in (Implicit.AUTO, Implicit.MARKED):
                 definition = self._builder.template.definition(tool)
                 if definition is not None:
                     marked.append(replace(mark, text=definition))
         return replace(options, tools=tuple(tools)), marked
 
-    def _encode(self, parts: Iterable[CachedPart], salt: str) -> dict[MarkedText, Chunk]:
-        """Return the chunks of those marked texts that can be some."""
-        return {
-            text: chunk
-            for text in parts
-            if isinstance(text, MarkedText)
-            and (chunk := self._implicit.encode(text.text, salt)) is not None
-        }
-
     def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:
         """Return the chunks of the ids, of which those that are implicit live on."""
         try:
-            caches = self._caches.usable(places, tenant=tenant) if places else {}
+            caches = self._caches.usable(places, tenant=tenant)
         except (ContextCacheNotFoundError, ContextCacheModelError) as error:
             error.param = places[error.cache_id]
             raise
@@ -329,6 +354,85 @@ class ContentReader:
             ContextCacheReference(id): FoundChunk(cache.chunk, cache, False)
             for id, cache in caches.items()
         }
+
+    def _encode(self, parts: Iterable[str | CachedPart], salt: str) -> dict[MarkedText, Chunk]:
+        """Return the chunks of those marked texts that can be some."""
+        texts: dict[MarkedText, Chunk] = {}
+        for part in parts:
+            if isinstance(part, MarkedText) and part not in texts:
+                chunk = self._implicit.encode(part.text, salt)
+                if chunk is not None:
+                    texts[part] = chunk
+        return texts
+
+    def _enter(
+        self, texts: Mapping[MarkedText, Chunk], known: Mapping[Chunk, FoundChunk], tenant: str
+    ) -> dict[CachedPart, FoundChunk]:
+        """Return the context caches of the texts: those that are ``known`` live on, and others are
+        entered. Texts for which there is no room are left out."""
+        if not texts:
+            return {}
+        wanted = dict(zip(texts.values(), texts, strict=True))
+        found = self._implicit.use(wanted, known, tenant=tenant)
+        entered: dict[CachedPart, FoundChunk] = {}
+        for text, chunk in texts.items():
+            if chunk in found:
+                entered[text] = found[chunk]
+        return entered
+
+
+class DocumentOrders:
+    """Remembers the order in which prompts had the same chunks before, since the linked KV of that
+    beginning can be reused. It knows orders by hashes and keeps no text. Methods may be called from
+    any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._orders: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # of names, by the set
+
+    def arranged(
+        self,
+        owner: str,
+        documents: Sequence[Document[CachedPart]],
+        messages: Sequence[ChatMessage[CachedPart]],
+    ) -> tuple[Sequence[Document[CachedPart]], Sequence[ChatMessage[CachedPart]]]:
+        """Return documents, and the runs of chunks in each message, in the order in which a prompt
+        of the owner had the same ones before."""
+        arranged = partial(self.arranged_runs, owner)
+        return arranged(documents), [
+            replace(message, content=tuple(arranged(message.content))) for message in messages
+        ]
+
+    def arranged_runs(self, owner: str, parts: Sequence[P]) -> Sequence[P]:
+        """Return the parts of a content, or documents, where each run of neighbouring chunks is in
+        the order in which the owner's prompts had the same ones before."""
+        arranged: list[P] = []
+        for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+            run = list(group)
+            arranged += run if is_text else self._arranged(owner, run)
+        return arranged
+
+    def _arranged(self, owner: str, chunks: Sequence[P]) -> Sequence[P]:
+        named = {_name(chunk): chunk for chunk in chunks}
+        if len(named) < len(chunks) or len(chunks) < 2:
+            return chunks
+        key = sha256(b"".join([owner.encode(), *sorted(named)])).digest()
+        with self._lock:
+            order = self._orders.setdefault(key, tuple(named))
+            self._orders.move_to_end(key)
+            if len(self._orders) > MOST_ORDERS:
+                self._orders.popitem(last=False)
+        return [named[name] for name in order]
+
+
+def _name(part: str | CachedPart | Document[CachedPart]) -> bytes:
+    """Return a hash of a chunk's text, or of its id."""
+    if isinstance(part, Document):
+        return sha256(repr(part.fields).encode(errors="surrogatepass") + _name(part.text)).digest()
+    says = part if isinstance(part, str) else repr(part)
+    if isinstance(part, MarkedText):
+        says = part.text
+    return sha256(says.encode(errors="surrogatepass")).digest()
 
 
 def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:
@@ -341,29 +445,37 @@ def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]
 
 def _texts_of(parts: Iterable[str | CachedPart]) -> list[str]:
     """Return all texts among the parts, marked or not."""
-    return [
-        part if isinstance(part, str) else part.text
-        for part in parts
-        if not isinstance(part, ContextCacheReference)
-    ]
+    texts: list[str] = []
+    for part in parts:
+        if not isinstance(part, ContextCacheReference):
+            texts.append(part if isinstance(part, str) else part.text)
+    return texts
 
 
-def _placed(content: Content[CachedPart], chunks: Chunks) -> Content[Chunk]:
+def _chunks_of(
+    found: Mapping[CachedPart, FoundChunk],
+    texts: Mapping[MarkedText, Chunk] = NO_TEXTS,
+    known: Mapping[Chunk, FoundChunk] = NO_CHUNKS,
+) -> dict[CachedPart, Chunk]:
+    """Return the chunks of the parts that were found, and of texts: those of their context caches
+    where these are known."""
+    chunks: dict[CachedPart, Chunk] = {}
+    for part, each in found.items():
+        chunks[part] = each.chunk
+    for text, chunk in texts.items():
+        chunks[text] = known[chunk].chunk if chunk in known else chunk
+    return chunks
+
+
+def _place_chunks(content: Content[CachedPart], chunks: Chunks) -> Content[Chunk]:
     """Return the content with chunks in the places of context caches and of marked texts."""
-    return tuple(_chunk_or_text(part, chunks) for part in content)
-
-
-def _chunk_or_text(part: str | CachedPart, chunks: Chunks) -> str | Chunk:
-    if isinstance(part, MarkedText):
-        return chunks.get(part, part.text)
-    return part if isinstance(part, str) else chunks[part]
-
-
-def _by_text(
-    encoded: Mapping[MarkedText, Chunk], found: Mapping[Chunk, FoundChunk]
-) -> dict[CachedPart, FoundChunk]:
-    """Return by text what was found for its chunk."""
-    return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
+    placed: list[str | Chunk] = []
+    for part in content:
+        if isinstance(part, MarkedText):
+            placed.append(chunks.get(part, part.text))
+        else:
+            placed.append(part if isinstance(part, str) else chunks[part])
+    return tuple(placed)
 
 
 def _without_marks(

@@ -57,9 +57,8 @@ from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import Reader
-from kvlinker.prompting.request_tools import RequestTools
 from kvlinker.service.answer import finish_reason
-from kvlinker.service.prompt_calls import PreparedRequest
+from kvlinker.service.prompt_calls import PreparedRequest, RequestTools
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 

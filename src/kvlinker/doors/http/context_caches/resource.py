@@ -136,7 +136,7 @@ def prefetch_context_caches(
         page = caches.list(tenant=tenant, limit=MOST_PREFETCHED, metadata=body.metadata)
         found = tuple(cache for cache in page.items if caches.is_usable(cache))
     keys = [cache.chunk_key for cache in found]
-    pending = served.llm.preloading.begin(keys, body.by, tenant=tenant)
+    pending = served.llm.agents.preloading.begin(keys, body.by, tenant=tenant)
     return PrefetchAnswer(ids=[cache.id for cache in found], pending=pending)
 
 

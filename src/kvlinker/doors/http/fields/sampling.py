@@ -32,8 +32,7 @@ from kvlinker.doors.http.fields.parts import MarkTtl
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
-from kvlinker.service.context_caches.kept_answers import KeepRequest
-from kvlinker.service.workflows import (
+from kvlinker.service.agents.workflows import (
     LONGEST_WORKFLOW,
     MOST_EXPECTED,
     MOST_NODES,
@@ -42,6 +41,7 @@ from kvlinker.service.workflows import (
     NextUse,
     WorkflowStep,
 )
+from kvlinker.service.context_caches.kept_answers import KeepRequest
 
 
 class NextUseBody(RequestBody):
@@ -238,6 +238,8 @@ class SamplingBody(DecodingFields):
         """Return the part of the first answer to keep, which ``reader`` makes readers for; None for
         nothing. Where the request does not say, the server's setting does."""
         part, ttl = self.linking.keep or llm.settings.keep_answers, self.linking.ttl
+        if part == "off" and ttl is None:
+            return None
         return KeepRequest.of(part, None if ttl is None else ttl_seconds(ttl), reader)
 
     @property

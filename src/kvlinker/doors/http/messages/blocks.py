@@ -26,7 +26,7 @@ from kvlinker.doors.http.fields.parts import (
     TextPart,
 )
 from kvlinker.doors.http.fields.tools import FunctionName
-from kvlinker.prompting.sections import document_parts
+from kvlinker.prompting.chat import document_parts
 
 
 class TextBlock(TextPart):

@@ -29,7 +29,7 @@ FIRST_SECONDS = 5.0
 MOST_TOOLS = 1024
 """The most tools, of all tenants, whose times are remembered."""
 
-MOST_OUT = 1024
+MOST_WAITING = 1024
 """The most conversations that wait for a tool, and are known to."""
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class ToolTime:
         return self.mean + 4 * self.deviation
 
 
-class _Out(NamedTuple):
+class _WaitingTurn(NamedTuple):
     """A conversation whose tools are out."""
 
     tools: tuple[str, ...]
@@ -72,21 +72,21 @@ class ToolWaits:
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
         self._times: OrderedDict[tuple[str, str], ToolTime] = OrderedDict()
-        self._out: OrderedDict[tuple[str, int, bytes], _Out] = OrderedDict()
+        self._waiting: OrderedDict[tuple[str, int, bytes], _WaitingTurn] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-tools")
 
     def watch(self, request: GenerationRequest, sink: Sink, reader: Callable[[], Reader]) -> Sink:
         """Return a sink for the events of a request whose answers may call tools, which passes them
         on; ``reader`` makes readers of the first answer's calls."""
         texts: list[str] = []
-        self._came_back(request)
+        self._learn_times(request)
 
         def take(choice: int, event: GenerationEvent) -> None:
             if choice == 0 and isinstance(event, Delta):
                 texts.append(event.text)
             sink(choice, event)
             if choice == 0 and isinstance(event, Finished) and event.reason == "stop":
-                self._thread.submit(self._ended, request, "".join(texts), reader())
+                self._thread.submit(self._keep, request, "".join(texts), reader())
 
         return take
 
@@ -100,8 +100,8 @@ class ToolWaits:
         """Watch no more. Idempotent."""
         self._thread.shutdown()
 
-    def _ended(self, request: GenerationRequest, text: str, reader: Reader) -> None:
-        """Have the conversation kept if its answer called tools."""
+    def _keep(self, request: GenerationRequest, text: str, reader: Reader) -> None:
+        """Keep the conversation if its answer called tools."""
         try:
             said = AnswerParts.of([*reader.feed(text), *reader.finish(cut=False)])
             tools = tuple(dict.fromkeys(call.name for call in said.calls))
@@ -109,34 +109,34 @@ class ToolWaits:
                 return
             (name,) = _names(request.sharer, request.prompt, [len(request.prompt)])
             with self._lock:
-                self._out[name] = _Out(tools, self._clock())
-                if len(self._out) > MOST_OUT:
-                    self._out.popitem(last=False)
+                self._waiting[name] = _WaitingTurn(tools, self._clock())
+                if len(self._waiting) > MOST_WAITING:
+                    self._waiting.popitem(last=False)
             seconds = max(self.expected(request.tenant, tool) for tool in tools)
             if seconds:
                 self._engine.expect_again(request, seconds)
         except Exception:
             logger.exception("A conversation is not kept for its tools")
 
-    def _came_back(self, request: GenerationRequest) -> None:
+    def _learn_times(self, request: GenerationRequest) -> None:
         """Learn from a request that goes on where tools were out. What took longer than anything is
         kept counts as that long, so that one call does not outweigh many."""
         now = self._clock()
         with self._lock:
             lengths = {
                 length
-                for sharer, length, _ in self._out
+                for sharer, length, _ in self._waiting
                 if sharer == request.sharer and length < len(request.prompt)
             }
         names = _names(request.sharer, request.prompt, sorted(lengths))
         with self._lock:
             for name in reversed(names):
-                out = self._out.pop(name, None)
-                if out is None:
+                turn = self._waiting.pop(name, None)
+                if turn is None:
                     continue
-                for tool in out.tools:
+                for tool in turn.tools:
                     key = request.tenant, tool
-                    seconds = min(now - out.since, self._longest)
+                    seconds = min(now - turn.since, self._longest)
                     if key in self._times:
                         self._times[key].note(seconds)
                     else:
@@ -148,8 +148,8 @@ class ToolWaits:
 
 
 def _names(sharer: str, prompt: Prompt, lengths: Sequence[int]) -> list[tuple[str, int, bytes]]:
-    """Return names for the beginnings of a prompt of those who may share it, of so many tokens
-    each, the shortest first."""
+    """Return a name for each beginning of a prompt that ``sharer``'s requests may share, by its
+    length in tokens; ``lengths`` ascend."""
     names, digest, read = [], sha256(), 0
     for length in lengths:
         digest.update(prompt.tokens[read:length].tobytes())

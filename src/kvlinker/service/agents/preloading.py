@@ -32,11 +32,11 @@ AT_ONCE = 8
 logger = logging.getLogger(__name__)
 
 
-class _Wanted(NamedTuple):
+class _PendingChunk(NamedTuple):
     """A chunk that waits to be brought to memory, until a ``deadline``."""
 
     tenant: str
-    """Who wants it."""
+    """The tenant whose call or request asks for it."""
 
     deadline: float
 
@@ -44,17 +44,17 @@ class _Wanted(NamedTuple):
     """True if chunks of its owner that are needed later may go for it."""
 
 
-_Lines = OrderedDict[str, OrderedDict[str, _Wanted]]
+_Queues = OrderedDict[str, OrderedDict[str, _PendingChunk]]
 """Chunks by tenant and key, those first whose turn is first."""
 
 
-def _line_up(lines: _Lines, wanted: Mapping[str, _Wanted]) -> None:
-    """Put chunks at the ends of their tenants' lines, as far as there is room; those that wait
+def _enqueue(queues: _Queues, wanted: Mapping[str, _PendingChunk]) -> None:
+    """Put chunks at the ends of their tenants' queues, as far as there is room; those that wait
     already do so until the later deadline."""
     for key, each in wanted.items():
-        line = lines.setdefault(each.tenant, OrderedDict())
-        if len(line) < MOST_PENDING or key in line:
-            line[key] = max(line.get(key, each), each, key=lambda wanted: wanted.deadline)
+        queue = queues.setdefault(each.tenant, OrderedDict())
+        if len(queue) < MOST_PENDING or key in queue:
+            queue[key] = max(queue.get(key, each), each, key=lambda wanted: wanted.deadline)
 
 
 def _seconds_until(deadline: float) -> float:
@@ -70,8 +70,8 @@ class Preloading:
         self._store = store
         self._engine = engine
         self._lock = threading.Lock()  # guards everything below
-        self._waiting: _Lines = OrderedDict()
-        self._lacking: _Lines = OrderedDict()  # those for which requests had left no room
+        self._waiting: _Queues = OrderedDict()
+        self._refused: _Queues = OrderedDict()  # those for which requests had left no room
         self._pending = 0
         self._retries = 0
         self._thread: threading.Thread | None = None
@@ -85,13 +85,13 @@ class Preloading:
     def begin(
         self, keys: Sequence[str], seconds: float, *, tenant: str, replaces: bool = False
     ) -> int:
-        """Bring chunks to memory, the first ones first and after those of the tenant's calls
-        before, for so many seconds and as long as memory has room, or chunks of the same owner that
-        are needed later give it up (``replaces``); returns how many the tenant still waits for.
-        Tenants take turns. Beyond ``MOST_PENDING``, chunks are left out."""
-        wanted = _Wanted(tenant, time.monotonic() + seconds, replaces)
+        """Bring chunks to memory in the order of ``keys``, after those of the tenant's calls
+        before, for ``seconds`` at most and as long as memory has room. With ``replaces``, chunks of
+        the same owner that are needed later are evicted for them. Returns how many chunks the
+        tenant still waits for. Tenants take turns. Beyond ``MOST_PENDING``, chunks are left out."""
+        wanted = _PendingChunk(tenant, time.monotonic() + seconds, replaces)
         with self._lock:
-            self._enter(dict.fromkeys(keys, wanted))
+            self._add(dict.fromkeys(keys, wanted))
             return len(self._waiting.get(tenant, ()))
 
     def retry(self) -> None:
@@ -99,20 +99,20 @@ class Preloading:
         others and found no room: a request has ended that held its own there."""
         with self._lock:
             self._retries += 1
-            lacking, self._lacking = self._lacking, OrderedDict()
+            lacking, self._refused = self._refused, OrderedDict()
             now = time.monotonic()
-            for line in lacking.values():
-                self._enter({key: each for key, each in line.items() if each.deadline > now})
+            for queue in lacking.values():
+                self._add({key: each for key, each in queue.items() if each.deadline > now})
 
-    def _enter(self, wanted: Mapping[str, _Wanted]) -> None:
-        """Have these chunks wait; the lock is held."""
+    def _add(self, wanted: Mapping[str, _PendingChunk]) -> None:
+        """Enqueue these chunks; the lock is held."""
         if self._closed.is_set():
             return
         lacking = {key: wanted[key] for key in wanted if not self._store.is_resident(key)}
-        _line_up(self._waiting, lacking)
+        _enqueue(self._waiting, lacking)
         self._pending = sum(map(len, self._waiting.values()))
         if self._pending and self._thread is None:
-            self._thread = threading.Thread(target=self._bring, daemon=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -123,15 +123,15 @@ class Preloading:
         if thread is not None:
             thread.join()
 
-    def _bring(self) -> None:
+    def _run(self) -> None:
         brought = 0
         try:
             while batch := self._next():
                 retries = self._retries
-                fitting = self._with_room(tuple(batch))
-                there = self._bring_batch({key: batch[key].deadline for key in fitting})
+                fitting = self._find_room(tuple(batch))
+                there = self._load_batch({key: batch[key].deadline for key in fitting})
                 refused = {key for key in there if not self._store.is_resident(key)}
-                self._keep_lacking(batch, refused | (batch.keys() - set(fitting)), retries)
+                self._retry_refused(batch, refused | (batch.keys() - set(fitting)), retries)
                 brought += sum(map(self._store.is_resident, batch))
         except Exception:  # a server that cannot do it begins without
             logger.exception("Chunks could not be brought to memory")
@@ -139,22 +139,22 @@ class Preloading:
                 self._end()
         logger.info("%d chunks were brought to memory.", brought)
 
-    def _next(self) -> dict[str, _Wanted]:
+    def _next(self) -> dict[str, _PendingChunk]:
         """Take the next chunks; there are none where nothing more is to be brought, and then the
         thread ends."""
         now = time.monotonic()
-        batch: dict[str, _Wanted] = {}
+        batch: dict[str, _PendingChunk] = {}
         with self._lock:
             full = not self._has_room()
             while self._waiting and len(batch) < AT_ONCE:
-                tenant, line = self._waiting.popitem(last=False)
-                while line:  # what is not to be brought any more takes no turn
-                    key, each = line.popitem(last=False)
+                tenant, queue = self._waiting.popitem(last=False)
+                while queue:  # what is not to be brought any more takes no turn
+                    key, each = queue.popitem(last=False)
                     if each.deadline > now and (each.replaces or not full):
                         batch[key] = each
                         break
-                if line:
-                    self._waiting[tenant] = line  # behind all others
+                if queue:
+                    self._waiting[tenant] = queue  # behind all others
             self._pending = len(batch) + sum(map(len, self._waiting.values()))
             if self._closed.is_set() or not batch:
                 self._end()
@@ -165,7 +165,7 @@ class Preloading:
         """Drop waiting chunks; the next call begins anew."""
         self._waiting, self._pending, self._thread = OrderedDict(), 0, None
 
-    def _bring_batch(self, deadlines: Mapping[str, float]) -> list[str]:
+    def _load_batch(self, deadlines: Mapping[str, float]) -> list[str]:
         """Load some chunks, and compute those that no tier has, as far as their time is not over by
         then; returns those that there is KV of, whether memory took it or not."""
         loads = self._store.load(tuple(deadlines), Urgency(), ahead=True)
@@ -190,17 +190,20 @@ class Preloading:
         wait(building, timeout=_seconds_until(latest))
         return found
 
-    def _keep_lacking(self, batch: Mapping[str, _Wanted], lacking: Set[str], retries: int) -> None:
-        """Keep those of a batch for another try for which others were to go, and could not; try
-        again at once where a request has ended since there were so many ``retries``."""
+    def _retry_refused(
+        self, batch: Mapping[str, _PendingChunk], lacking: Set[str], retries: int
+    ) -> None:
+        """Keep the chunks of a batch that found no room, although they may replace others, for
+        another try. Enqueue them at once if a request has ended since there were ``retries``: it
+        has freed memory."""
         with self._lock:
             again = {key: batch[key] for key in batch if key in lacking and batch[key].replaces}
             if retries != self._retries:
-                self._enter(again)
+                self._add(again)
             else:
-                _line_up(self._lacking, again)
+                _enqueue(self._refused, again)
 
-    def _with_room(self, keys: Sequence[str]) -> list[str]:
+    def _find_room(self, keys: Sequence[str]) -> list[str]:
         """Return those of the chunks that there is room for, or that others of their owners, which
         are needed later, have made room for now."""
         fitting, promised = [], 0

@@ -61,7 +61,7 @@ def advance(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Have preloading's clock be ahead. Others' is not: an event loop in this process would sleep
     for as long."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
-    monkeypatch.setattr("kvlinker.service.preloading.time", clock)
+    monkeypatch.setattr("kvlinker.service.agents.preloading.time", clock)
 
 
 def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
@@ -69,27 +69,30 @@ def test_chunks_come_from_disk_and_lost_ones_are_computed(llm: LLM) -> None:
     llm.store.delete(keys[0])
     assert not any(brought(llm, keys))
     unknown = "0" * 64
-    assert llm.preloading.begin([*keys, unknown, *keys], 60.0, tenant="default") == len(keys) + 1
-    wait_until(lambda: llm.preloading.pending == 0)
+    assert (
+        llm.agents.preloading.begin([*keys, unknown, *keys], 60.0, tenant="default")
+        == len(keys) + 1
+    )
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     wait_until(lambda: all(brought(llm, keys)))
     assert not llm.store.is_resident(unknown)
-    assert llm.preloading.begin(keys, 60.0, tenant="default") == 0
+    assert llm.agents.preloading.begin(keys, 60.0, tenant="default") == 0
 
 
 def test_nothing_is_brought_when_memory_is_full(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     full = TierUsage("host", 95, 100, 1)
     monkeypatch.setattr(llm.store, "usage", lambda: (full,))
     keys = keys_of(llm)
-    llm.preloading.begin(keys, 60.0, tenant="default")
-    wait_until(lambda: llm.preloading.pending == 0)
+    llm.agents.preloading.begin(keys, 60.0, tenant="default")
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert not any(brought(llm, keys))
 
 
 def test_what_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     never: Future[Any] = Future()
     monkeypatch.setattr(llm.store, "load", lambda keys, *_, **__: [never for _ in keys])
-    assert llm.preloading.begin(keys_of(llm), 0.01, tenant="default") > 0
-    wait_until(lambda: llm.preloading.pending == 0)
+    assert llm.agents.preloading.begin(keys_of(llm), 0.01, tenant="default") > 0
+    wait_until(lambda: llm.agents.preloading.pending == 0)
 
 
 def test_what_found_no_room_beside_a_request_is_brought_when_that_has_ended(
@@ -97,14 +100,14 @@ def test_what_found_no_room_beside_a_request_is_brought_when_that_has_ended(
 ) -> None:
     first, second, *_ = keys = keys_of(llm)
     monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
-    llm.preloading.begin([first], 60.0, tenant="default", replaces=True)
-    llm.preloading.begin([second], 60.0, tenant="default")
-    wait_until(lambda: llm.preloading.pending == 0)
+    llm.agents.preloading.begin([first], 60.0, tenant="default", replaces=True)
+    llm.agents.preloading.begin([second], 60.0, tenant="default")
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert not any(brought(llm, keys))
     monkeypatch.undo()
-    llm.preloading.retry()
+    llm.agents.preloading.retry()
     wait_until(lambda: llm.store.is_resident(first))
-    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert not llm.store.is_resident(second), "it was to replace none"
 
 
@@ -113,12 +116,12 @@ def test_what_found_no_room_is_not_tried_for_ever(
 ) -> None:
     first, *_ = keys_of(llm)
     monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
-    llm.preloading.begin([first], 0.5, tenant="default", replaces=True)
-    wait_until(lambda: llm.preloading.pending == 0)
+    llm.agents.preloading.begin([first], 0.5, tenant="default", replaces=True)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     monkeypatch.undo()
     advance(monkeypatch, 1.0)
-    llm.preloading.retry()
-    assert llm.preloading.pending == 0
+    llm.agents.preloading.retry()
+    assert llm.agents.preloading.pending == 0
     assert not llm.store.is_resident(first)
 
 
@@ -143,27 +146,27 @@ def test_a_chunk_is_not_given_up_at_anothers_deadline(
 
     monkeypatch.setattr(llm.store, "load", load)
     llm.store.delete(patient)
-    llm.preloading.begin([first], 60.0, tenant="one")
+    llm.agents.preloading.begin([first], 60.0, tenant="one")
     assert began.wait(30)
-    llm.preloading.begin([hasty], 1000.0, tenant="two")
-    llm.preloading.begin([patient], 5000.0, tenant="three")
+    llm.agents.preloading.begin([hasty], 1000.0, tenant="two")
+    llm.agents.preloading.begin([patient], 5000.0, tenant="three")
     goes_on.set()
     assert late.wait(30)
-    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert brought(llm, [hasty, patient]) == [False, True]
 
 
 def test_tenants_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One who announces thousands of chunks neither leaves another's out, nor lets them wait."""
-    monkeypatch.setattr("kvlinker.service.preloading.MOST_PENDING", 40)
+    monkeypatch.setattr("kvlinker.service.agents.preloading.MOST_PENDING", 40)
     batches, began, goes_on = held_loads(llm, monkeypatch)
-    begin = llm.preloading.begin
+    begin = llm.agents.preloading.begin
     begin([f"{number:064x}" for number in range(100)], 60.0, tenant="one")
     assert began.wait(30)
     others = [f"{number:064x}" for number in range(100, 103)]
     assert begin(others, 60.0, tenant="two") == 3
     goes_on.set()
-    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert set(others) <= set(batches[1])
     assert sum(map(len, batches)) == 43
 
@@ -172,14 +175,14 @@ def test_more_tenants_than_chunks_at_a_time_take_turns(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn goes on where the last one ended, so that the first tenants do not take all."""
-    monkeypatch.setattr("kvlinker.service.preloading.AT_ONCE", 2)
+    monkeypatch.setattr("kvlinker.service.agents.preloading.AT_ONCE", 2)
     batches, began, goes_on = held_loads(llm, monkeypatch)
     for tenant in "abc":
         keys = [f"{tenant}{number:063x}" for number in range(6)]
-        llm.preloading.begin(keys, 60.0, tenant=tenant)
+        llm.agents.preloading.begin(keys, 60.0, tenant=tenant)
         assert began.wait(30)
     goes_on.set()
-    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert [key[0] for batch in batches[1:4] for key in batch] == ["a", "b", "c"] * 2
     assert sum(map(len, batches)) == 18
 
@@ -188,7 +191,7 @@ def test_what_is_over_takes_no_turn_and_may_be_asked_for_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches, began, goes_on = held_loads(llm, monkeypatch)
-    begin = llm.preloading.begin
+    begin = llm.agents.preloading.begin
     begin(["0" * 64], 5000.0, tenant="one")
     assert began.wait(30)
     begin([f"1{number:063x}" for number in range(40)], 5000.0, tenant="one")
@@ -197,7 +200,7 @@ def test_what_is_over_takes_no_turn_and_may_be_asked_for_again(
     advance(monkeypatch, 1000.0)
     begin([hasty[30], "3" * 64], 1000.0, tenant="two")
     goes_on.set()
-    wait_until(lambda: llm.preloading.pending == 0)
+    wait_until(lambda: llm.agents.preloading.pending == 0)
     assert {hasty[30], "3" * 64} <= set(batches[1])
     assert sum(map(len, batches)) == 1 + 40 + 2
 
@@ -206,12 +209,12 @@ def test_chunks_that_found_no_room_are_kept_for_each_tenant(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tenant's do not leave out another's."""
-    monkeypatch.setattr("kvlinker.service.preloading.MOST_PENDING", 2)
+    monkeypatch.setattr("kvlinker.service.agents.preloading.MOST_PENDING", 2)
     first, second, third, *_ = keys_of(llm)
     monkeypatch.setattr(llm.store, "make_room_for", lambda key, nbytes: False)
     for tenant, keys in (("one", [first, second]), ("two", [third])):
-        llm.preloading.begin(keys, 60.0, tenant=tenant, replaces=True)
-        wait_until(lambda: llm.preloading.pending == 0)
+        llm.agents.preloading.begin(keys, 60.0, tenant=tenant, replaces=True)
+        wait_until(lambda: llm.agents.preloading.pending == 0)
     monkeypatch.undo()
-    llm.preloading.retry()
+    llm.agents.preloading.retry()
     wait_until(lambda: all(brought(llm, [first, second, third])))

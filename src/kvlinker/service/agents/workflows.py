@@ -1,4 +1,5 @@
-"""Workflows: the next uses that agents announce, and otherwise those that followed before."""
+"""Workflows: reports the next uses of chunks that agents announce. Where a workflow announces none,
+the chunks that followed in it before are predicted."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from kvlinker.base.errors import (
     InvalidRequestError,
     shortened,
 )
-from kvlinker.base.events import Events, SuccessorsForetold
+from kvlinker.base.events import Events, SuccessorsPredicted
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, Sink
+from kvlinker.service.agents.preloading import Preloading
 from kvlinker.service.context_caches import ContextCaches
-from kvlinker.service.preloading import Preloading
 from kvlinker.store import NextUses
 
 LONGEST_WORKFLOW = 256
@@ -36,7 +37,8 @@ MOST_SECONDS = 3600.0
 
 SOON_STEPS = 3
 SOON_SECONDS = 30.0
-"""Chunks that are used within so many requests or seconds are read into memory ahead."""
+"""Chunks that are used within this many requests, or seconds, are read into memory ahead. Both were
+chosen by hand."""
 
 FIRST_PACE = 1.0
 """The seconds from one request of a workflow to the next, before any were measured."""
@@ -50,13 +52,13 @@ WEIGHT = 0.3
 rate."""
 
 MOST_TENANTS = 256
-MOST_LINES = 64
+MOST_WORKFLOWS = 64
 MOST_SETS = 1024
 """The most tenants that are known, workflows of each, and sets of chunks whose successors are; the
 last used ones stay."""
 
 LEAST_HIT_RATE = 0.5
-"""The least share of foretold chunks that must follow, else they are not brought to memory."""
+"""The least share of predicted chunks that must follow, else they are not brought to memory."""
 
 SHOWN = 80
 """The most characters of a value that an error shows."""
@@ -70,7 +72,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class NextUse:
-    """Context caches that a workflow uses in so many ``steps``, its requests from this one on, or
+    """Context caches that a workflow will use in ``steps`` requests, counted from this one, or in
     ``seconds``; one of the two is None. Raises InvalidRequestError (``next``)."""
 
     ids: tuple[str, ...]
@@ -82,16 +84,16 @@ class NextUse:
             raise InvalidRequestError(
                 "Each use of 'next' has 'ids', and either 'steps' or 'seconds'.", param="next"
             )
-        for name, given, most in (
+        for name, value, most in (
             ("steps", self.steps, MOST_STEPS),
             ("seconds", self.seconds, MOST_SECONDS),
         ):
             whole = name == "steps"
             kind = int if whole else int | float
-            fits = isinstance(given, kind) and not isinstance(given, bool) and 0 <= given <= most
-            if given is not None and not fits:
+            fits = isinstance(value, kind) and not isinstance(value, bool) and 0 <= value <= most
+            if value is not None and not fits:
                 raise InvalidRequestError(
-                    f"'{name}' of 'next' is {shortened(repr(given), SHOWN)}, but must be from 0 to"
+                    f"'{name}' of 'next' is {shortened(repr(value), SHOWN)}, but must be from 0 to"
                     f" {most:,.0f}{', and whole' if whole else ''}.",
                     param="next",
                 )
@@ -153,20 +155,20 @@ class WorkflowStep:
 
 
 @dataclass(slots=True)
-class _Line:
-    """Requests that follow each other: those of a workflow, or a tenant's others."""
+class _Workflow:
+    """The requests of one workflow."""
 
     pace: float = FIRST_PACE
-    """The seconds from one to the next."""
+    """The seconds from one request to the next, smoothed."""
 
     last: float | None = None
-    """When the last of them began."""
+    """When the last request began, by the clock."""
 
     chunks: tuple[str, ...] = ()
-    """Those of the last that had any, sorted."""
+    """The chunks of its last request that had any, sorted."""
 
-    foretold: tuple[str, ...] = ()
-    """Those that are to follow."""
+    predicted: tuple[str, ...] = ()
+    """The chunks that its next request is predicted to use."""
 
     def keep_pace(self, now: float) -> None:
         """Take note of a request that begins now."""
@@ -176,12 +178,12 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Learned:
+class _TenantHistory:
     """The sequences of a tenant's requests, and the share of recent predictions that were right."""
 
     successors: OrderedDict[tuple[str, ...], tuple[str, ...]] = field(default_factory=OrderedDict)
     hit_rate: float = 0.0
-    lines: OrderedDict[str, _Line] = field(default_factory=OrderedDict)
+    workflows: OrderedDict[str, _Workflow] = field(default_factory=OrderedDict)
 
 
 class Workflows:
@@ -202,7 +204,7 @@ class Workflows:
         self._events = events
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
-        self._tenants: OrderedDict[str, _Learned] = OrderedDict()
+        self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
 
     def expected(self, step: WorkflowStep, *, tenant: str) -> list[tuple[str, NextUse]]:
         """Return the uses to come with the keys of their chunks. Raises InvalidRequestError
@@ -221,7 +223,7 @@ class Workflows:
 
     def begin(
         self,
-        step: WorkflowStep | None,
+        step: WorkflowStep,
         expected: Sequence[tuple[str, NextUse]],
         used: Iterable[str],
         *,
@@ -230,27 +232,26 @@ class Workflows:
         """Note a request that begins now and has the chunks ``used``; ``expected`` are the future
         uses that its step announces."""
         keys = tuple(dict.fromkeys(used))
-        name = step.name if step else ""
+        name = step.name
         with self._lock:
-            learned = self._tenants.setdefault(tenant, _Learned())
+            learned = self._tenants.setdefault(tenant, _TenantHistory())
             _bound(self._tenants, tenant, MOST_TENANTS)
-            line = learned.lines.setdefault(name, _Line())
-            _bound(learned.lines, name, MOST_LINES)
-            line.keep_pace(self._clock())
-            pace = line.pace
-            foretold = self._foretold(learned, line, keys)
-        if step is not None:
-            self._next_uses.used(tenant, name, set(keys))
+            workflow = learned.workflows.setdefault(name, _Workflow())
+            _bound(learned.workflows, name, MOST_WORKFLOWS)
+            workflow.keep_pace(self._clock())
+            pace = workflow.pace
+            predicted = self._predict(learned, workflow, keys)
+        self._next_uses.used(tenant, name, set(keys))
         seconds: dict[str, float] = {}
-        if step is not None and step.next is not None:
+        if step.next is not None:
             for key, use in expected:
                 seconds[key] = min(use.ahead(pace), seconds.get(key, MOST_SECONDS))
             self._next_uses.expect(tenant, name, seconds)
             soon = dict.fromkeys(key for key, use in expected if use.soon)
         else:
-            seconds = dict.fromkeys(foretold, pace)
-            soon = dict.fromkeys(foretold)
-            if foretold:
+            seconds = dict.fromkeys(predicted, pace)
+            soon = dict.fromkeys(predicted)
+            if predicted:
                 self._next_uses.expect(tenant, LEARNED + name, seconds)
         if soon:
             first = sorted(soon, key=lambda key: seconds[key])
@@ -267,21 +268,23 @@ class Workflows:
 
         return take
 
-    def _foretold(self, learned: _Learned, line: _Line, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Take note of the chunks of a line's request, and of whether they were foretold; returns
-        those that followed them before, where it pays to believe that. The lock is held."""
+    def _predict(
+        self, learned: _TenantHistory, workflow: _Workflow, keys: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Note the chunks of a workflow's request, and whether they were predicted. Returns those
+        that followed them before, if enough predictions were right. The lock is held."""
         if not keys:
             return ()
-        if line.foretold:
-            followed = len(set(line.foretold) & set(keys))
-            learned.hit_rate += WEIGHT * (followed / len(line.foretold) - learned.hit_rate)
-            self._events.publish(SuccessorsForetold(followed, len(line.foretold) - followed))
-        if line.chunks:
-            learned.successors[line.chunks] = keys
-            _bound(learned.successors, line.chunks, MOST_SETS)
-        line.chunks = tuple(sorted(keys))
-        line.foretold = learned.successors.get(line.chunks, ())
-        return line.foretold if learned.hit_rate >= LEAST_HIT_RATE else ()
+        if workflow.predicted:
+            followed = len(set(workflow.predicted) & set(keys))
+            learned.hit_rate += WEIGHT * (followed / len(workflow.predicted) - learned.hit_rate)
+            self._events.publish(SuccessorsPredicted(followed, len(workflow.predicted) - followed))
+        if workflow.chunks:
+            learned.successors[workflow.chunks] = keys
+            _bound(learned.successors, workflow.chunks, MOST_SETS)
+        workflow.chunks = tuple(sorted(keys))
+        workflow.predicted = learned.successors.get(workflow.chunks, ())
+        return workflow.predicted if learned.hit_rate >= LEAST_HIT_RATE else ()
 
 
 def _next_use(use: Mapping[str, Any]) -> NextUse:

@@ -10,7 +10,7 @@ from kvlinker.base.types.answers import AnswerPiece, Delta, Timing, Usage
 from kvlinker.engines.contract.contract import Engine, Finished, GenerationEvent, GenerationRequest
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import FreshSegment, Prompt
-from kvlinker.service.tool_waits import FIRST_SECONDS, ToolTime, ToolWaits
+from kvlinker.service.agents.tool_waits import FIRST_SECONDS, ToolTime, ToolWaits
 
 FULL = parse_policy("full")
 

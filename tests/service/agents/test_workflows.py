@@ -8,12 +8,18 @@ from typing import Any, cast
 import pytest
 
 from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError, StoreError
-from kvlinker.base.events import ChunkNamed, Event, Events, SuccessorsForetold
+from kvlinker.base.events import ChunkNamed, Event, Events, SuccessorsPredicted
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent
+from kvlinker.service.agents.preloading import Preloading
+from kvlinker.service.agents.workflows import (
+    FIRST_PACE,
+    MOST_NODES,
+    NextUse,
+    Workflows,
+    WorkflowStep,
+)
 from kvlinker.service.context_caches import ContextCaches
-from kvlinker.service.preloading import Preloading
-from kvlinker.service.workflows import FIRST_PACE, MOST_NODES, NextUse, Workflows, WorkflowStep
 from kvlinker.store import NextUses
 
 KEYS = "abcdef"
@@ -69,9 +75,9 @@ class Scene:
             lambda: self.now,
         )
 
-    def ask(self, used: str, *following: NextUse, flow: str | None = None) -> None:
-        step = WorkflowStep(flow, following or None) if flow else None
-        expected = self.workflows.expected(step, tenant="one") if step else ()
+    def ask(self, used: str, *following: NextUse, flow: str = "f") -> None:
+        step = WorkflowStep(flow, following or None)
+        expected = self.workflows.expected(step, tenant="one")
         self.workflows.begin(step, expected, used, tenant="one")
 
 
@@ -89,15 +95,15 @@ def test_a_request_leaves_room_however_it_ends() -> None:
 
 def test_steps_are_told_in_the_workflows_pace() -> None:
     scene = Scene()
-    scene.ask("a", NextUse(("B",), steps=2), NextUse(("C",), seconds=40), flow="f")
+    scene.ask("a", NextUse(("B",), steps=2), NextUse(("C",), seconds=40))
     assert (scene.uses.due("b"), scene.uses.due("c")) == (2 * FIRST_PACE, 40)
     assert scene.brought.keys == ["b"]
     for _ in range(30):
         scene.now += 5
-        scene.ask("a", flow="f")
-    scene.ask("a", NextUse(("B",), steps=2), NextUse(("B",), seconds=20), flow="f")
+        scene.ask("a")
+    scene.ask("a", NextUse(("B",), steps=2), NextUse(("B",), seconds=20))
     assert scene.uses.due("b") == pytest.approx(scene.now + 2 * 5, rel=0.2)
-    scene.ask("b", flow="f")
+    scene.ask("b")
     assert scene.uses.due("b") == float("inf")
 
 
@@ -112,7 +118,7 @@ def test_successors_are_learned_and_told_as_long_as_it_pays() -> None:
     assert scene.uses.due("c") < float("inf")
     for used in ("e", "ab", "f", "ab", "d"):
         scene.ask(used)
-    told = [event for event in scene.events if isinstance(event, SuccessorsForetold)]
+    told = [event for event in scene.events if isinstance(event, SuccessorsPredicted)]
     assert {(event.followed, event.others) for event in told} >= {(2, 0), (0, 2)}
     scene.brought.keys.clear()
     scene.ask("ab")
@@ -122,9 +128,9 @@ def test_successors_are_learned_and_told_as_long_as_it_pays() -> None:
 def test_pauses_are_no_pace() -> None:
     """A workflow of that name ran yesterday; its next run is no slower for it."""
     scene = Scene()
-    scene.ask("a", flow="f")
+    scene.ask("a")
     scene.now += 86_400
-    scene.ask("a", NextUse(("B",), steps=1), NextUse(("C",), steps=3), flow="f")
+    scene.ask("a", NextUse(("B",), steps=1), NextUse(("C",), steps=3))
     assert scene.uses.due("b") == scene.now + FIRST_PACE
     assert scene.uses.due("c") == scene.now + 3 * FIRST_PACE
 
@@ -132,19 +138,19 @@ def test_pauses_are_no_pace() -> None:
 def test_workflows_learn_apart() -> None:
     scene = Scene()
     for _ in range(4):
-        scene.ask("a", flow="f")
+        scene.ask("a")
         scene.ask("e", flow="g")
-        scene.ask("b", flow="f")
+        scene.ask("b")
         scene.ask("f", flow="g")
     scene.brought.keys.clear()
-    scene.ask("a", flow="f")
+    scene.ask("a")
     assert scene.brought.keys == ["b"]
 
 
 def test_bad_steps_are_refused() -> None:
     scene = Scene()
     with pytest.raises(InvalidRequestError) as raised:
-        scene.ask("a", NextUse(("A",), steps=1), NextUse(("B", "X"), steps=1), flow="f")
+        scene.ask("a", NextUse(("A",), steps=1), NextUse(("B", "X"), steps=1))
     assert raised.value.param == "link.next.1.ids.1"
     for name, following, message in (
         (None, [], "needs a 'workflow'"),
