@@ -10,7 +10,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.chunks import GenerationContext
@@ -64,7 +63,6 @@ def _awaited(
     return method
 
 
-@names_arguments
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
@@ -170,7 +168,6 @@ class AsyncLLM:
         self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> AsyncIterator[str]: ...
 
-    @takes_fields_of(ChatOptions)
     async def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -185,7 +182,6 @@ class AsyncLLM:
         answering = await self.stream(messages, **options)
         return answering.texts() if stream else await answering.answer()
 
-    @takes_fields_of(ChatOptions)
     async def stream(
         self, messages: Messages | Prompt, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
@@ -193,7 +189,6 @@ class AsyncLLM:
         asked, builder = await asyncio.to_thread(self.llm.prepare_chat, messages, options)
         return AsyncAnswerStream(lambda sink: self.llm.submit_prepared(asked, sink), builder)
 
-    @takes_fields_of(SamplingFields)
     async def completion(
         self,
         prompt: CompletionContent,

@@ -3,7 +3,7 @@ it, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self, Unpack, overload
 
-from kvlinker.base.arguments import names_arguments, takes_fields_of
-from kvlinker.base.errors import InvalidRequestError, StoreError
+from kvlinker.base.errors import (
+    InvalidRequestError,
+    StoreError,
+    UnknownArgumentError,
+    did_you_mean,
+)
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
@@ -57,7 +61,6 @@ __all__ = [
 ]
 
 
-@names_arguments
 class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
@@ -226,7 +229,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> Iterator[str]: ...
 
-    @takes_fields_of(ChatOptions)
     def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -246,7 +248,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         refuse_tools_in_text(options)
         return self.stream(messages, **options).texts()
 
-    @takes_fields_of(ChatOptions)
     def stream(self, messages: Messages | Prompt, **options: Unpack[ChatOptions]) -> AnswerStream:
         """Answer as ``chat_completion`` does; yields the answer as it is generated: text, reasoning
         and calls. ``answer`` of the stream is the whole at the end."""
@@ -258,6 +259,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``chat_completion``, and the builder of its answer.
         Raises the errors of that."""
+        _refuse_unknown(options, ChatOptions)
         known = SamplingFields.__annotations__
         given = {name: value for name, value in options.items() if name in known}
         response_format = options.get("response_format")
@@ -303,7 +305,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
 
         return asked, AnswerBuilder(reader(), complete)
 
-    @takes_fields_of(SamplingFields)
     def completion(
         self,
         prompt: CompletionContent,
@@ -329,6 +330,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         tenant: str,
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``completion``, and the builder of its answer."""
+        _refuse_unknown(sampling, SamplingFields)
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
         asked = PreparedRequest({"prompt": read}, self.sampling_params(**sampling), tenant)
         return asked, AnswerBuilder(
@@ -362,3 +364,13 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_unknown(arguments: Iterable[str], fields: type) -> None:
+    """Raise UnknownArgumentError for a name that is no field of the ``TypedDict`` ``fields``."""
+    known = fields.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"There is no argument {name!r}.{did_you_mean(name, known)}", param=name
+            )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, get_args
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import salt_of
 from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
@@ -66,7 +65,6 @@ class PreparedRequest(NamedTuple):
     """Makes readers of the calls that answers may have; None if no tools are offered."""
 
 
-@names_arguments
 class PromptCalls(Parts):
     """The calls of ``LLM`` from content to the engine."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.types.chunks import GenerationContext, parse_context
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
@@ -25,7 +24,6 @@ from kvlinker.service.context_caches.progress import progress_bar
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 
 
-@names_arguments
 class ContextCacheCalls:
     """The calls of ``LLM`` about context caches, with the rights of an admin and times that count
     from now."""
