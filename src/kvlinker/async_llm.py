@@ -76,7 +76,7 @@ class AsyncLLM:
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
-        """Return the same model for asyncio; whoever closes one closes both."""
+        """Return the same model for asyncio. To close one closes both."""
         made = cls.__new__(cls)
         made.llm = llm
         return made
@@ -227,7 +227,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         self._queue: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         self._events = _events(submit, self._queue)
         self._is_waiting = self._is_closed = False
-        self._failed: Failed | None = None  # for who asks again: no other event comes
+        self._failed: Failed | None = None  # raised at every later look: no other event comes
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
 

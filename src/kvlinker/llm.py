@@ -108,8 +108,8 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
-        """Return the log probabilities of a prompt's last tokens: those after its last context
-        cache, but for the first of them.
+        """Return the log probabilities of a prompt's last tokens: of all after its last context
+        cache, except the first one.
 
         ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
         most likely tokens to return with each. Raises the errors of ``completion``, and
