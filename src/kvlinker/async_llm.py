@@ -10,7 +10,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-from kvlinker.base.arguments import names_arguments, takes_fields_of
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.chunks import GenerationContext
@@ -64,7 +63,6 @@ def _awaited(
     return method
 
 
-@names_arguments
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
@@ -78,7 +76,7 @@ class AsyncLLM:
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
-        """Return the same model for asyncio; whoever closes one closes both."""
+        """Return the same model for asyncio. To close one closes both."""
         made = cls.__new__(cls)
         made.llm = llm
         return made
@@ -170,7 +168,6 @@ class AsyncLLM:
         self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> AsyncIterator[str]: ...
 
-    @takes_fields_of(ChatOptions)
     async def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -185,7 +182,6 @@ class AsyncLLM:
         answering = await self.stream(messages, **options)
         return answering.texts() if stream else await answering.answer()
 
-    @takes_fields_of(ChatOptions)
     async def stream(
         self, messages: Messages | Prompt, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
@@ -193,7 +189,6 @@ class AsyncLLM:
         asked, builder = await asyncio.to_thread(self.llm.prepare_chat, messages, options)
         return AsyncAnswerStream(lambda sink: self.llm.submit_prepared(asked, sink), builder)
 
-    @takes_fields_of(SamplingFields)
     async def completion(
         self,
         prompt: CompletionContent,
@@ -232,7 +227,7 @@ class AsyncAnswerStream(AsyncIterator[AnswerPiece]):
         self._queue: asyncio.Queue[GenerationEvent | None] = asyncio.Queue()
         self._events = _events(submit, self._queue)
         self._is_waiting = self._is_closed = False
-        self._failed: Failed | None = None  # for who asks again: no other event comes
+        self._failed: Failed | None = None  # raised at every later look: no other event comes
         self._builder = builder
         self._pieces: deque[AnswerPiece] = deque()
 

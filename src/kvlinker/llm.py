@@ -3,7 +3,7 @@ it, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
-from kvlinker.base.arguments import names_arguments, takes_fields_of
-from kvlinker.base.errors import InvalidRequestError, StoreError
+from kvlinker.base.errors import (
+    InvalidRequestError,
+    StoreError,
+    UnknownArgumentError,
+    did_you_mean,
+)
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.grammars import AnswerGrammar
@@ -59,7 +63,6 @@ __all__ = [
 ]
 
 
-@names_arguments
 class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
@@ -107,8 +110,8 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
-        """Return the log probabilities of a prompt's last tokens: those after its last context
-        cache, but for the first of them.
+        """Return the log probabilities of a prompt's last tokens: of all after its last context
+        cache, except the first one.
 
         ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the
         most likely tokens to return with each. Raises the errors of ``completion``, and
@@ -228,7 +231,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         self, messages: Messages | Prompt, *, stream: Literal[True], **options: Unpack[ChatOptions]
     ) -> Iterator[str]: ...
 
-    @takes_fields_of(ChatOptions)
     def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -248,7 +250,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         refuse_tools_in_text(options)
         return self.stream(messages, **options).texts()
 
-    @takes_fields_of(ChatOptions)
     def stream(self, messages: Messages | Prompt, **options: Unpack[ChatOptions]) -> AnswerStream:
         """Answer as ``chat_completion`` does; yields the answer as it is generated: text, reasoning
         and calls. ``answer`` of the stream is the whole at the end."""
@@ -260,6 +261,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``chat_completion``, and the builder of its answer.
         Raises the errors of that."""
+        _refuse_unknown(options, ChatOptions)
         known = SamplingFields.__annotations__
         given = {name: value for name, value in options.items() if name in known}
         response_format = options.get("response_format")
@@ -305,7 +307,6 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
 
         return asked, AnswerBuilder(reader(), complete)
 
-    @takes_fields_of(SamplingFields)
     def completion(
         self,
         prompt: CompletionContent,
@@ -331,6 +332,7 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
         tenant: str,
     ) -> tuple[PreparedRequest, AnswerBuilder]:
         """Prepare the request of a call of ``completion``, and the builder of its answer."""
+        _refuse_unknown(sampling, SamplingFields)
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
         asked = PreparedRequest({"prompt": read}, self.sampling_params(**sampling), tenant)
         return asked, AnswerBuilder(
@@ -364,3 +366,13 @@ class LLM(ContextCacheCalls, ModelCalls, PromptCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_unknown(arguments: Iterable[str], fields: type) -> None:
+    """Raise UnknownArgumentError for a name that is no field of the ``TypedDict`` ``fields``."""
+    known = fields.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise UnknownArgumentError(
+                f"There is no argument {name!r}.{did_you_mean(name, known)}", param=name
+            )

@@ -438,7 +438,7 @@ def test_through_a_server(library: Path, served: Served) -> None:
 def test_file_that_a_server_does_not_split(
     library: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlinker.doors.http.context_caches.splitting.MAX_INPUT_CHARACTERS", 30)
+    monkeypatch.setattr("kvlinker.doors.http.context_caches.texts.MAX_INPUT_CHARACTERS", 30)
     (library / "cats.md").write_text("cat " * 8)
     result = ingest(library, "--url", served.url)
     assert [Path(line["file"]).name for line in lines(result)] == ["numbers.txt"]

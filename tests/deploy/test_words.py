@@ -34,8 +34,6 @@ PHRASES = re.compile(
 """Phrases that stand for a parameter, for an exception, or for a verb of the field."""
 
 BUDGETS = {
-    "kvlinker": 3,
-    "kvlinker/cli": 7,
     "kvlinker/quality": 20,
     "kvlinker_fleet": 10,
     "kvlinker_fleet/ray_serve": 2,

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvlinker.settings.model import BUNDLED_MODEL
+from kvlinker.settings.settings import BUNDLED_MODEL
 from kvlinker_lab.training.hybrid import HybridReader
 from kvlinker_lab.training.initialisation import initial_reader
 from kvlinker_lab.training.model import Reader

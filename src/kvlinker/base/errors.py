@@ -41,15 +41,10 @@ class InvalidRequestError(KVLinkerError):
 
 
 class UnknownArgumentError(InvalidRequestError, TypeError):
-    """A call has a keyword argument that it does not take: a TypeError, too, as such calls are
-    anywhere in Python."""
+    """Raised for an argument or a field that a call does not take; like Python's own, a
+    TypeError."""
 
     code = "unknown_parameter"
-
-    @classmethod
-    def of(cls, call: str, name: str, known: Iterable[str]) -> Self:
-        """Make the error of a call that takes the arguments ``known``, but not ``name``."""
-        return cls(f"{call}() takes no argument {name!r}.{did_you_mean(name, known)}", param=name)
 
 
 class ContextLengthError(InvalidRequestError):

@@ -22,7 +22,7 @@ from kvlinker.base.types.chunks import with_places
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, output_console
 from kvlinker.cli.options import MetadataPairs, parse_pairs, settings_options
 from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
-from kvlinker.settings.storage import CATALOG_FILE
+from kvlinker.settings.settings import CATALOG_FILE
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvlinker.linking import Policy
 
 INDENTED = (0, 0, 0, 4)
-"""What is written of a policy under its name: four columns to the right."""
+"""The padding of texts under a policy's name, in columns: top, right, bottom, left."""
 
 
 def check(

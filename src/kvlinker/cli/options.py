@@ -17,13 +17,6 @@ from rich.markup import escape
 from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.engines.contract.joining import is_installed
 from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, read_settings
-from kvlinker.settings.audit import AuditSettings
-from kvlinker.settings.engine import EngineSettings
-from kvlinker.settings.fleet import FleetSettings
-from kvlinker.settings.linking import LinkingSettings
-from kvlinker.settings.model import ModelSettings
-from kvlinker.settings.server import ServerSettings
-from kvlinker.settings.storage import StorageSettings
 
 Command = Callable[..., None]
 
@@ -112,21 +105,24 @@ COMMON = (
 """The settings that most users give, in the order in which --help shows them, before all others."""
 
 _PANELS = {
-    ModelSettings: "Model and answers",
-    LinkingSettings: "Linking",
-    EngineSettings: "Engine",
-    StorageSettings: "Store",
-    FleetSettings: "Fleet",
-    AuditSettings: "Audit",
-    ServerSettings: "Server",
+    "model": "Model and answers",
+    "policy": "Linking",
+    "max_model_len": "Engine",
+    "state_dir": "Store",
+    "role": "Fleet",
+    "audit": "Audit",
+    "host": "Server",
 }
+"""The headings of --help, by the first setting under each."""
 
 
 def _panel(name: str) -> str:
     """Return the heading under which --help shows a setting."""
     if name in COMMON:
         return "Common"
-    return next(title for group, title in _PANELS.items() if name in group.__annotations__)
+    fields = list(Settings.model_fields)
+    before = fields[: fields.index(name) + 1]
+    return next(_PANELS[each] for each in reversed(before) if each in _PANELS)
 
 
 def _order(name: str) -> int:

@@ -85,8 +85,8 @@ class RunningServer:
 
 @contextmanager
 def announced(settings: Settings, *, url: str, model: str) -> Iterator[None]:
-    """Have commands find this process as a server at ``url`` meanwhile. Where the file cannot be
-    written, they do not find it."""
+    """Announce this process as a server at ``url`` to commands, until the block ends. Where the
+    file cannot be written, commands do not find it."""
     process = psutil.Process()
     server = RunningServer(
         pid=process.pid,

@@ -106,7 +106,7 @@ def _quoted(word: str) -> str:
 
 
 def _systemctl(*arguments: str) -> None:
-    """Have the manager of this user do something; the command ends where it does not."""
+    """Run ``systemctl`` for this user; a failure ends the command."""
     if shutil.which("systemctl") is None:
         raise fail("there is no systemd here: start `kvlinker serve` by other means", FAILURE)
     ran = subprocess.run(

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.tenants import DEFAULT_TENANT
 from kvlinker.base.types.texts import Piece
@@ -30,7 +29,6 @@ FINGERPRINT_CHARACTERS = 12
 """The characters of the model's fingerprint that answers have."""
 
 
-@names_arguments
 class ModelCalls(Parts):
     """The calls of ``LLM`` that start no request."""
 

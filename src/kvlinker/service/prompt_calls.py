@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.chunks import salt_of
 from kvlinker.base.types.grammars import check_grammar
@@ -185,7 +184,6 @@ def _parse_choice(choice: Any) -> tuple[str, str | None]:
     )
 
 
-@names_arguments
 class PromptCalls(Parts):
     """The calls of ``LLM`` from content to the engine."""
 

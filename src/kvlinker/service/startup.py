@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
@@ -144,7 +143,6 @@ def engine_source(
     return EmbeddedSource(loaded, builders)
 
 
-@names_arguments
 class Parts:
     """The parts of an ``LLM``, with which its calls work: they start, and are closed, together."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from kvlinker.base.types.chunks import Eviction, GenerationContext
-from kvlinker.settings.model import WeightFormat
+from kvlinker.settings.settings import WeightFormat
 
 Size = int | str
 """Bytes, or a size with a unit, such as ``4GiB``."""

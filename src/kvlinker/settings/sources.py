@@ -14,8 +14,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvlinker.base.errors import InvalidRequestError, PolicyError, did_you_mean
-from kvlinker.settings.server import TenantQuota
-from kvlinker.settings.settings import CONFIG_FILE_VARIABLE, VARIABLE_PREFIX, Settings
+from kvlinker.settings.settings import (
+    CONFIG_FILE_VARIABLE,
+    VARIABLE_PREFIX,
+    Settings,
+    TenantQuota,
+)
 
 OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
 """The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest``

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from jsonschema import Draft202012Validator
 
-from kvlinker.doors.http.edge.routing import with_version
+from kvlinker.doors.http.edge.guards import with_version
 from kvlinker.doors.http.pages import PAGE_PATHS
 
 DOCUMENT = "/openapi.json"

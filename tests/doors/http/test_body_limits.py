@@ -7,18 +7,18 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message
 
 from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES
 from kvlinker.doors.http.edge.bodies import (
     LEAST_BYTES_PER_SECOND,
-    BodyLimits,
+    limit_body,
     prompt_body_bytes,
 )
 from tests.doors.http.serving import Served
 
-SCOPE: Scope = {"type": "http", "path": "/", "headers": []}
 LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}
 
 
@@ -68,12 +68,8 @@ async def test_bytes_that_come_give_time() -> None:
         for message in messages:
             yield message
 
-    source = arriving()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert [await receive() for _ in messages] == messages
-
-    await BodyLimits(app, {}, seconds=0.01)(SCOPE, source.__anext__, _nowhere)
+    receive = limit_body(arriving().__anext__, Headers(), most=MAX_BODY_BYTES, seconds=0.01)
+    assert [await receive() for _ in messages] == messages
 
 
 async def test_nothing_gives_no_time() -> None:
@@ -81,13 +77,6 @@ async def test_nothing_gives_no_time() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-
     with pytest.raises(HTTPException) as caught:
-        await BodyLimits(app, {}, seconds=0.01)(SCOPE, never, _nowhere)
+        await limit_body(never, Headers(), most=MAX_BODY_BYTES, seconds=0.01)()
     assert caught.value.status_code == 408
-
-
-async def _nowhere(_: Message) -> None:
-    raise AssertionError("nothing is sent")

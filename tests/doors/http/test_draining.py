@@ -15,15 +15,18 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.doors.http.app import create_app
+from kvlinker.doors.http.edge.access import Access
 from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.doors.http.edge.connections import EngineServer, server_config
-from kvlinker.doors.http.edge.draining import Drain, Draining, DrainReport
+from kvlinker.doors.http.edge.draining import Drain, DrainReport
+from kvlinker.doors.http.edge.guards import Guard
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.settings import Settings
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import Served
 
@@ -232,8 +235,9 @@ async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(
         sent.append(message)
 
     drain = Drain(0.0)
-    scope = {"type": "http", "path": "/v1/link/explain", "state": {"request_id": "req_1"}}
-    answering = asyncio.create_task(Draining(stubborn, drain)(scope, _nothing, send))
+    answering = asyncio.create_task(
+        guard(stubborn, drain)(scope_of("/v1/link/explain"), _nothing, send)
+    )
     await asyncio.sleep(0)
     drain.begin()
     assert await drain.finish() == DrainReport(finished=0, cut=1)
@@ -261,13 +265,21 @@ async def test_a_body_is_read_before_its_request_is_refused() -> None:
 
     drain = Drain(0.0)
     drain.begin()
-    scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
-    await Draining(_never, drain)(scope, receive, send)
+    await guard(_never, drain)(scope_of("/v1/models"), receive, send)
     assert order == ["read", "read", "http.response.start", "http.response.body"]
 
 
 def test_whoever_is_refused_is_told_when_to_come_back() -> None:
     assert engine_closed().retry_after > 0
+
+
+def guard(app: ASGIApp, drain: Drain) -> Guard:
+    return Guard(app, access=Access(Settings()), drain=drain, sizes={}, seconds=30)
+
+
+def scope_of(path: str) -> Scope:
+    state = {"request_id": "req_1"}
+    return {"type": "http", "method": "GET", "path": path, "headers": [], "state": state}
 
 
 async def _nothing() -> Message:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from openai import NotFoundError, OpenAI
 
 from fleet_tests.test_routing_over_http import routing
-from kvlinker.doors.http.embedding_turns import EmbeddingTurns
+from kvlinker.doors.http.models import EmbeddingTurns
 from kvlinker.llm import LLM
 from kvlinker.service.embedding import BATCH_TEXTS, Embedder
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings

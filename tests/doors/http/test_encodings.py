@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES
-from kvlinker.doors.http.edge.encodings import EXPANDERS, expand
+from kvlinker.doors.http.edge.bodies import EXPANDERS, expand
 from tests.doors.http.serving import Served
 
 TOKENIZE = "/tokenize"

@@ -24,8 +24,8 @@ from kvlinker.base.errors import (
 from kvlinker.doors.http.answers.answering import UsageBody
 from kvlinker.doors.http.answers.dialects import DialectAnswer
 from kvlinker.doors.http.edge.errors import error_body, error_response
-from kvlinker.doors.http.messages.answers import MessageAnswer
-from kvlinker.doors.http.responses.answers import ResponseAnswer
+from kvlinker.doors.http.messages.routes import MessageAnswer
+from kvlinker.doors.http.responses.routes import ResponseAnswer
 from kvlinker.llm import LLM
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings

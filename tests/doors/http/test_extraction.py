@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from kvlinker.doors.http.context_caches import extraction
+from kvlinker.doors.http.context_caches import texts
 from tests.doors.http.serving import Served
 
 
@@ -73,7 +73,7 @@ def test_documents_that_break_the_converter(
     served: Served, converter: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
     seconds = 0.5 if "sleep" in body else 60.0
-    monkeypatch.setattr(extraction, "CONVERSION_SECONDS", seconds)
+    monkeypatch.setattr(texts, "CONVERSION_SECONDS", seconds)
     converter.write_text(CONVERTER.format(body=body))
     answer = extract(served, "a.pdf", b"%PDF")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_text")

@@ -13,9 +13,9 @@ import anthropic
 import pytest
 
 from kvlinker.base.errors import EngineClosedError
-from kvlinker.doors.http.fields.parts import TextPart
-from kvlinker.doors.http.messages.answers import arguments_of
-from kvlinker.doors.http.messages.blocks import ToolResultBlock
+from kvlinker.doors.http.fields.prompts import TextPart
+from kvlinker.doors.http.messages.requests import ToolResultBlock
+from kvlinker.doors.http.messages.routes import arguments_of
 from kvlinker.llm import LLM
 from kvlinker.service.agents.tool_waits import FIRST_SECONDS
 from tests.doors.http.fake_engine import FakeEngine

@@ -10,10 +10,9 @@ from typing import cast
 
 import pytest
 
-from kvlinker.doors.http.answers.choices import Choices
-from kvlinker.doors.http.recent import RecentRequests
+from kvlinker.doors.http.answers.choices import Choices, RecentRequests
 from kvlinker.llm import LLM
-from kvlinker.settings.model import BUNDLED_MODEL
+from kvlinker.settings.settings import BUNDLED_MODEL
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvlinker.doors.http.edge.routing import OWN_PATHS
+from kvlinker.doors.http.edge.guards import OWN_PATHS
 from tests.doors.http.serving import Served
 
 CACHES = "/v1/context_caches"

@@ -16,8 +16,9 @@ EXAMPLES = 10
 """Of each operation and kind of data, besides those that follow from its schema one by one."""
 
 EXCLUDED = "positive_data_acceptance,response_schema_conformance"
-"""The first is done by ``schema_checks`` instead. The other takes an event's envelope for what our
-schemas describe, its data; ``openapi_contract`` checks that."""
+"""The first knows no 400 for fields that do not go together, which schemas do not describe. The
+other takes an event's envelope for what our schemas describe, its data; ``openapi_contract`` checks
+that."""
 
 REPEATABLE = ["--generation-deterministic", "--no-shrink"]
 PATIENT = ["--request-timeout", "300", "--suppress-health-check", "all"]

@@ -13,7 +13,7 @@ from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
 from kvlinker.settings import Settings
-from kvlinker.settings.values import names_host
+from kvlinker.settings.settings import names_host
 
 _SETTINGS = (
     *("host", "port", "api_keys", "admin_keys", "allowed_hosts", "cors_origins"),

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.messages import MARKS
-from kvlinker.doors.http.edge.routing import with_version
+from kvlinker.doors.http.edge.guards import with_version
 from kvlinker_vllm.server.forwarding import read_body, replayed
 
 OUTER = "kvlinker.outer"

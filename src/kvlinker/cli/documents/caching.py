@@ -14,7 +14,8 @@ from kvlinker.cli.documents.plan import Plan, PlannedFile
 from kvlinker.cli.documents.progress import Report
 
 BATCH_TOKENS = 2048
-"""Chunks of about so many tokens are cached, entered in the catalog, and reported together."""
+"""The tokens of chunks, about, that are cached, entered in the catalog and reported together.
+Chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)

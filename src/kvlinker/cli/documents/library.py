@@ -73,7 +73,7 @@ class Storage:
     """The space of KV in the disk tier, over all tenants."""
 
     kv_bytes: ChunkSize
-    """What chunks take as computed, before a codec."""
+    """The size of a chunk's KV as computed, before a codec."""
 
     codec: str
     """The name of the codec that writes KV to the disk."""
@@ -182,7 +182,7 @@ class LocalLibrary(CacheLibrary):
 
 
 class RemoteLibrary(CacheLibrary):
-    """Has a running server do it."""
+    """The context caches of a running server, which does the work."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)

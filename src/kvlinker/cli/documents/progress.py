@@ -19,8 +19,7 @@ NAME_COLUMNS = 28
 """The columns of a file's name, which leave room for bar and figures on 80."""
 
 Report = Callable[[str, int, int, str], None]
-"""Is called with a file's name, with how much is done, how much there is to do, and in which
-unit."""
+"""Takes a file's name, the amounts done and to be done in all, and their unit."""
 
 
 class _Rate(ProgressColumn):

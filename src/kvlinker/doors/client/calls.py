@@ -15,12 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 
-from kvlinker.base.errors import (
-    ContextCacheNotFoundError,
-    InvalidRequestError,
-    UnknownArgumentError,
-    did_you_mean,
-)
+from kvlinker.base.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.base.types.texts import CacheContent, Piece, SearchHit
 from kvlinker.doors.client.wire import (
     RemoteAnswer,
@@ -42,8 +37,6 @@ T = TypeVar("T")
 CACHES = "v1/context_caches"
 CHAT = "v1/chat/completions"
 EXPLAIN = "v1/link/explain"
-
-_CHAT_ARGUMENTS = ("messages", "policy", "stream")
 
 
 class HasId(Protocol):
@@ -242,17 +235,13 @@ def _chat_body(
     messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the body of a chat request. ``sampling`` are the server's fields, which it checks
-    itself, so that only a misspelt argument of the call is refused here, and an ``n`` of more
-    choices than an answer has."""
+    itself. Raises InvalidRequestError for an ``n`` of more choices than an answer has."""
     several = sampling.get("n")
     if isinstance(several, int) and several > 1:
         raise InvalidRequestError(
             f"n is {several}, but an answer here is one choice: leave it out, and call as often.",
             param="n",
         )
-    for name in sampling:
-        if did_you_mean(name, _CHAT_ARGUMENTS):
-            raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
     body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
     if policy is not None:
         body["link"] = _linked_under(policy, sampling.get("link"))

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 import httpx
 from httpx_sse import EventSource
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.doors.client import calls
 from kvlinker.doors.client.calls import HttpCall, Message
@@ -59,7 +58,6 @@ def _sent_async(
     return _with_self(method)
 
 
-@names_arguments
 class Client:
     """Calls a kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
 
@@ -144,7 +142,6 @@ class Client:
         self.close()
 
 
-@names_arguments
 class AsyncClient:
     """Calls a kvlinker server from asyncio: its methods are those of ``Client``, to be awaited."""
 

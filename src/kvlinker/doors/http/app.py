@@ -28,22 +28,20 @@ from kvlinker.doors.http import (
     tokenize,
 )
 from kvlinker.doors.http.answers import chat, completions
+from kvlinker.doors.http.answers.choices import Tracing
 from kvlinker.doors.http.edge.access import OPEN_PATHS
 from kvlinker.doors.http.edge.bodies import prompt_body_bytes
 from kvlinker.doors.http.edge.draining import PROBES, Drain
 from kvlinker.doors.http.edge.errors import error_model, error_responses
-from kvlinker.doors.http.edge.guards import add_guards
+from kvlinker.doors.http.edge.guards import add_guards, refuse_unknown_query
 from kvlinker.doors.http.edge.request_spans import telemetry_options
-from kvlinker.doors.http.edge.routing import refuse_unknown_query
-from kvlinker.doors.http.embedding_turns import EmbeddingTurns
 from kvlinker.doors.http.fields.bodies import LeftOut
 from kvlinker.doors.http.messages import routes as messages
-from kvlinker.doors.http.messages.answers import MessageStreamEvent
+from kvlinker.doors.http.messages.routes import MessageStreamEvent
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.doors.http.models import ServedModel
+from kvlinker.doors.http.models import EmbeddingTurns, ServedModel
 from kvlinker.doors.http.responses import routes as responses
-from kvlinker.doors.http.responses.objects import ResponseStreamEvent
-from kvlinker.doors.http.tracing import Tracing
+from kvlinker.doors.http.responses.routes import ResponseStreamEvent
 from kvlinker.llm import LLM
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.settings import Settings

@@ -14,11 +14,11 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.base.types.limits import MOST_EMBEDDED
+from kvlinker.doors.http.answers.choices import cancel_on_disconnect
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.leaving import while_there
 from kvlinker.doors.http.fields.bodies import (
     NonemptyText,
     RequestBody,
@@ -114,12 +114,12 @@ async def create_embeddings(
             " 'model' out.",
             param="model",
         )
-    served.take(body, request.scope)
+    served.report_ignored(body, request.scope)
     embedder.check_dimensions(body.dimensions)
     with served.embedding.request():
         asked = await served.encoding.run(request, lambda: embedder.prepare(_texts(body.input)))
         embedding = served.embedding.embed(embedder, asked, tenant)
-        vectors = await while_there(embedding, request.receive)
+        vectors = await cancel_on_disconnect(embedding, request.receive)
     note_tokens(request.scope, asked.tokens)
 
     def tell() -> str:

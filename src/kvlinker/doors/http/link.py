@@ -10,30 +10,29 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.doors.http.answers.choices import cancel_on_disconnect
+from kvlinker.doors.http.answers.link_bodies import LinkExplanation
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming, error_responses
-from kvlinker.doors.http.edge.leaving import while_there
 from kvlinker.doors.http.fields.bodies import (
-    NONEMPTY_LIST,
     RequestBody,
     ResponseBody,
     Text,
-    exactly_one,
-    is_given,
-    where,
 )
-from kvlinker.doors.http.fields.explanations import LinkExplanation
-from kvlinker.doors.http.fields.messages import MessageBody
-from kvlinker.doors.http.fields.parts import DocumentBody
-from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_prompt
-from kvlinker.doors.http.fields.sampling import NO_LINK_OPTIONS, LinkOptions
-from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
+from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
+from kvlinker.doors.http.fields.prompts import (
+    DocumentBody,
+    MessageBody,
+    PromptBody,
+    single_prompt,
+)
+from kvlinker.doors.http.fields.tools import ToolBody, template_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Explanation, ReadPrompt
 
@@ -41,8 +40,8 @@ router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
 
 
 class NumberParameter(ResponseBody):
-    """A number in a policy's name; ``meaning`` is its unit, ``prefix`` stands before it. Null: it
-    has no default."""
+    """A number in a policy's name, written behind ``prefix``; ``meaning`` is its unit. A
+    ``default`` of null means that there is none."""
 
     name: str
     meaning: str
@@ -66,8 +65,8 @@ class ChoiceParameter(ResponseBody):
 class PolicyObject(ResponseBody):
     """A linking policy; ``usage`` is how its name is written with its parameters.
 
-    ``supported`` is true if this engine can follow it, with some of its parameters at least;
-    ``restriction`` is the reason why it cannot, or not with all of them.
+    ``supported`` is true if this engine can follow it, with some of its parameters at least.
+    ``restriction`` is the reason for parameters, or a policy, that it cannot follow.
     """
 
     object: Literal["policy"]
@@ -100,8 +99,8 @@ class ChosenPolicy(ResponseBody):
 
 
 class PolicyList(ResponseBody):
-    """All linking policies; ``default`` is the one for requests that name none, ``auto`` how that
-    is chosen, null where it is set."""
+    """All linking policies. ``default`` is the policy of requests that name none. ``auto`` is how
+    that is chosen; it is null where the settings name a policy."""
 
     object: Literal["list"]
     data: list[PolicyObject]
@@ -115,13 +114,6 @@ class ExplainRequest(RequestBody):
 
     refuses_unknown: ClassVar[bool] = True
 
-    model_config = exactly_one("messages", "prompt")
-
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        where({"tools": NONEMPTY_LIST}, is_given("messages")),
-        ONE_PROMPT,
-    )
-
     model: Text | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
     documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
@@ -129,15 +121,13 @@ class ExplainRequest(RequestBody):
     prompt: PromptBody | None = None
     link: LinkOptions | None = None
 
-    @model_validator(mode="after")
-    def _check_source(self) -> ExplainRequest:
+    def check(self) -> None:
         if (self.messages is None) == (self.prompt is None):
             raise InvalidRequestError(
                 "Give exactly one of 'messages' and 'prompt'.", param="messages"
             )
         if self.tools and self.messages is None:
             raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
-        return self
 
 
 class PromptExplanation(LinkExplanation):
@@ -174,7 +164,7 @@ async def explain_link(
     served.check_model(body.model)
     with blaming("prompt" if body.messages is None else "messages"):
         explaining, read = await served.encoding.run(request, lambda: _begin(served, body, tenant))
-        explanation = await while_there(asyncio.wrap_future(explaining), request.receive)
+        explanation = await cancel_on_disconnect(asyncio.wrap_future(explaining), request.receive)
 
     def tell() -> dict[str, Any]:
         return served.llm.described(explanation, read).to_json()
@@ -190,7 +180,7 @@ def _begin(
     return served.llm.begin_explain(
         None if messages is None else [message.message() for message in messages],
         documents=[document.document() for document in body.documents or ()],
-        options=TemplateOptions(tools=shown_tools(body.tools)),
+        options=TemplateOptions(tools=template_tools(body.tools)),
         prompt=None if body.prompt is None else single_prompt(body.prompt),
         policy=link.policy,
         implicit=link.implicit,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import anyio.to_thread
+import numpy as np
 from fastapi import APIRouter, Depends, Header, Request
+from numpy.typing import NDArray
 from starlette.types import Scope
 
 from kvlinker.base.errors import (
@@ -19,17 +24,17 @@ from kvlinker.base.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
 )
+from kvlinker.doors.http.answers.choices import RecentRequests, Tracing
 from kvlinker.doors.http.edge.access import Caller, CallerParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
-from kvlinker.doors.http.embedding_turns import EmbeddingTurns
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, Text, ignored_paths
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.doors.http.recent import RecentRequests
-from kvlinker.doors.http.tracing import Tracing
+from kvlinker.engines.contract.limits import check_room
 from kvlinker.engines.contract.machine_models import Model, models_here
 from kvlinker.llm import LLM
+from kvlinker.service.embedding import Embedder, EmbeddingRequest
 from kvlinker.settings import Settings
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=BodyRoute)
@@ -66,6 +71,41 @@ class EncodingThreads:
         return await anyio.to_thread.run_sync(function, limiter=self._long)
 
 
+class EmbeddingTurns:
+    """Lets tenants embed in turns, a batch each, and refuses requests beyond the number that may
+    wait. Belongs to the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open = 0
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request until the block ends. Raises OverloadedError."""
+        check_room(self._open, 1, most=self._most)
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def embed(
+        self, embedder: Embedder, asked: EmbeddingRequest, tenant: str
+    ) -> NDArray[np.float32]:
+        """Return the vectors [texts, dimensions] of a request. Cancelling it leaves out the batches
+        that are still to come."""
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        vectors = np.empty(
+            (sum(len(batch.texts) for batch in asked.batches), embedder.dimensions), np.float32
+        )
+        for batch in asked.batches:
+            async with turn:
+                computed = await asyncio.wrap_future(embedder.submit(asked, batch))
+            vectors[batch.places] = computed
+        return vectors
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """Holds one model, as one app serves it."""
@@ -90,11 +130,13 @@ class ServedModel:
         """The embedding model's name; None if there is none."""
         return None if self.llm.embedder is None else self.llm.embedder.name
 
-    def take(self, body: RequestBody, scope: Scope) -> None:
+    def report_ignored(self, body: RequestBody, scope: Scope) -> None:
         """Note what of a body was left out, which its answer will name, and the log once. Raises
         InvalidRequestError under the setting ``strict``."""
-        paths = list(ignored_paths(body))
-        if paths and self.settings.strict:
+        paths = ignored_paths(body)
+        if not paths:
+            return
+        if self.settings.strict:
             raise InvalidRequestError(
                 f"Unknown parameter: {paths[0]!r}. This server is strict: leave it out.",
                 param=paths[0],
@@ -113,7 +155,7 @@ class ServedModel:
         """Raise ModelNotFoundError for a request to a model that gives no answers: the embedding
         model, or with the setting ``strict_model`` any but the served names, ``default`` and
         None. Else the one model that is served answers, whatever name a client has for it."""
-        if name == self.embedding_name or self.settings.strict_model:
+        if name is not None and (name == self.embedding_name or self.settings.strict_model):
             self.require_model(name)
 
     def require_model(self, name: str | None) -> None:
@@ -133,7 +175,8 @@ def served_by(scope: Scope) -> ServedModel:
 
 
 async def _service(request: Request) -> ServedModel:
-    return served_by(request.scope)
+    served: ServedModel = request.scope["app"].state.served
+    return served
 
 
 ServedModelParam = Annotated[ServedModel, Depends(_service)]
@@ -177,8 +220,8 @@ class AnthropicModels(ResponseBody):
 
 
 class KnownModel(ResponseBody):
-    """A model on the server's machine: what its files take and hold, and its window, null where
-    that is not known."""
+    """A model on the server's machine: the size of its files, their weights, and its window, null
+    where that is not known."""
 
     name: str
     nbytes: int
@@ -188,8 +231,8 @@ class KnownModel(ResponseBody):
 
 
 class KnownModels(ResponseBody):
-    """The models that the server can load. ``failure`` says why it went back from another one to
-    this one."""
+    """The models that the server can load. If the server went back to this model from another one,
+    ``failure`` says why."""
 
     data: list[KnownModel]
     failure: str | None
@@ -248,8 +291,9 @@ def load_model(
     """Load a known model in the place of the one that is served; for admins.
 
     Requests under way are finished as when the server stops. Others are answered 503 with the
-    progress until the model is loaded. Context caches stay; those of another model cannot be used
-    until it is loaded again. A model that cannot be served makes the server go back.
+    progress until the model is loaded. Context caches are kept; context caches of another model
+    cannot be used until it is loaded again. If the model cannot be served, the server loads the
+    former one.
     """
     _require_admin(caller)
     if body.model not in {each.name for each in _loadable(served)}:

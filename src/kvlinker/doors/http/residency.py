@@ -39,7 +39,7 @@ class ChunkPlaces(ResponseBody):
 
 
 class TierSpeed(ResponseBody):
-    """The measured time to load one token, null if it was not measured yet; and what names the
+    """The measured time to load one token, null if nothing was measured yet, and the name of the
     medium of a tier that servers share."""
 
     seconds_per_token: float | None
@@ -115,8 +115,8 @@ def residency(
 
 
 class PreloadBody(RequestBody):
-    """Chunks, by their keys, that this server is to have in memory, the most important ones first,
-    and for how many seconds it may bring them there."""
+    """The keys of chunks to load into memory, the most important ones first, and the seconds within
+    which they may be loaded."""
 
     refuses_unknown: ClassVar[bool] = True
 
@@ -125,15 +125,16 @@ class PreloadBody(RequestBody):
 
 
 class PreloadAnswer(ResponseBody):
-    """How many chunks are still to be read into memory; `GET /v1/residency` reports it, too."""
+    """The number of chunks that are still to be loaded into memory. `GET /v1/residency` reports it,
+    too."""
 
     pending: int
 
 
 @router.post("/residency/preload", status_code=202, responses=error_responses(403))
 def preload(body: PreloadBody, served: ServedModelParam, caller: CallerParam) -> PreloadAnswer:
-    """Begin to load chunks from slower tiers, or to compute them again, as long as memory has room;
-    those of which nothing is known are left out. For admins: chunks of all tenants are meant."""
+    """Begin to load chunks from slower tiers, or to compute them again, as long as memory has room.
+    Unknown keys are left out. For admins: the chunks may be any tenant's."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may preload chunks.")
     begin = served.llm.agents.preloading.begin
@@ -157,7 +158,7 @@ class BuiltChunk(ResponseBody):
 
 @router.post("/chunks/build", responses=error_responses(400, 403, 404))
 async def build(body: BuildRequest, served: ServedModelParam, caller: CallerParam) -> BuiltChunk:
-    """Compute a chunk's KV, where no tier has it, and answer once the shared tiers have it. For
+    """Compute a chunk's KV, where no tier has it, and answer when the shared tiers have it. For
     admins, on servers whose ``role`` is not ``serve``."""
     if not caller.admin:
         raise PermissionDeniedError("Only admin keys may have chunks built.")

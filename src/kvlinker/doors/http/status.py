@@ -27,7 +27,7 @@ router = APIRouter(tags=["status"])
 
 
 class Health(ResponseBody):
-    """Whether the server can answer."""
+    """The server's readiness for requests."""
 
     status: Literal["ok", "loading", "draining", "engine failed"]
 

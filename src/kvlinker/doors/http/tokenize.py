@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
@@ -17,22 +17,20 @@ from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.fields.bodies import (
-    NONEMPTY_LIST,
     JsonObject,
     RequestBody,
     ResponseBody,
     Text,
-    TokenId,
-    exactly_one,
-    is_given,
-    where,
 )
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.messages import MessageBody
-from kvlinker.doors.http.fields.parts import DocumentBody
-from kvlinker.doors.http.fields.prompt import ONE_PROMPT, PromptBody, single_prompt
-from kvlinker.doors.http.fields.sampling import NO_LINK_OPTIONS, LinkOptions
-from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
+from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
+from kvlinker.doors.http.fields.prompts import (
+    DocumentBody,
+    MessageBody,
+    PromptBody,
+    single_prompt,
+)
+from kvlinker.doors.http.fields.tools import ToolBody, template_tools
 from kvlinker.doors.http.models import ServedModel, ServedModelParam
 from kvlinker.llm import Prompt
 
@@ -46,21 +44,6 @@ class TokenizeRequest(RequestBody):
     ``prompt``, and off for the others; a chat template adds its own."""
 
     place: ClassVar[Place | None] = Place.TOKENIZE
-    model_config = exactly_one("text", "prompt", "messages")
-
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        where({"tools": NONEMPTY_LIST}, is_given("messages")),
-        where(
-            {"add_special_tokens": {"const": True}},
-            {"properties": {"messages": {"type": "null"}}},
-        ),
-        where(
-            {"continue_final_message": {"const": True}},
-            {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
-        ),
-        ONE_PROMPT,
-    )
-
     model: Text | None = None
     text: Text | None = None
     prompt: PromptBody | None = None
@@ -74,8 +57,7 @@ class TokenizeRequest(RequestBody):
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_source(self) -> TokenizeRequest:
+    def check(self) -> None:
         given = [name for name in ("text", "prompt", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(
@@ -90,12 +72,11 @@ class TokenizeRequest(RequestBody):
                 " with 'messages'.",
                 param="add_special_tokens",
             )
-        return self
 
 
 class TokenizeAnswer(ResponseBody):
-    """Token ids, how many, and how many prompt and answer may have together; ``token_strs`` are
-    their texts in the vocabulary, if the request asked for them."""
+    """Token ids, their number, and the most tokens that prompt and answer may have together.
+    ``token_strs`` are their texts in the vocabulary, if the request asks for them."""
 
     tokens: list[int]
     count: int
@@ -104,12 +85,12 @@ class TokenizeAnswer(ResponseBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """Token ids, whose text is asked for."""
+    """Token ids to decode."""
 
     place: ClassVar[Place | None] = Place.DETOKENIZE
 
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: list[int]
 
 
 class DetokenizeAnswer(ResponseBody):
@@ -128,7 +109,7 @@ async def tokenize(
     refused.
     """
     served.check_model(body.model)
-    served.take(body, request.scope)
+    served.report_ignored(body, request.scope)
     tokens = await served.encoding.run(request, lambda: _token_ids(served, body, tenant))
     note_tokens(request.scope, len(tokens))
     llm = served.llm
@@ -147,7 +128,7 @@ async def detokenize(
 ) -> DetokenizeAnswer:
     """Return the text of token ids, special tokens included."""
     served.check_model(body.model)
-    served.take(body, request.scope)
+    served.report_ignored(body, request.scope)
     text = await served.encoding.run(request, lambda: served.llm.decode_ids(body.tokens))
     return DetokenizeAnswer(prompt=text)
 
@@ -166,7 +147,7 @@ def _token_ids(served: ServedModel, body: TokenizeRequest, tenant: str) -> list[
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         options = TemplateOptions(
-            tools=shown_tools(body.tools),
+            tools=template_tools(body.tools),
             variables=body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),

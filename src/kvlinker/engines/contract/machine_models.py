@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract.gguf_files import known_ggufs
 from kvlinker.engines.contract.model_place import CONFIG
-from kvlinker.settings.model import BUNDLED_MODEL
+from kvlinker.settings.settings import BUNDLED_MODEL
 
 SAFE_WEIGHTS, OTHER_WEIGHTS = "*.safetensors", ("*.bin", "*.pt", "*.pth")
 """The files of weights; of a model that has both kinds, the safe ones are read."""

@@ -10,7 +10,6 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvlinker.base.arguments import names_arguments
 from kvlinker.base.types.chunks import GenerationContext, parse_context
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
@@ -28,7 +27,6 @@ from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 
 
-@names_arguments
 class ContextCacheCalls:
     """The calls of ``LLM`` about context caches, with the rights of an admin and times that count
     from now."""

@@ -33,7 +33,7 @@ from kvlinker.doors.http.edge.errors import (
     failure_of,
 )
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.fields.sampling import SamplingBody, StreamOptions
+from kvlinker.doors.http.fields.generation import SamplingBody, StreamOptions
 from kvlinker.doors.http.fields.server_status import RecentRequest
 from kvlinker.doors.http.models import ServedModel, served_by
 from kvlinker.engines.contract.contract import Finished
@@ -45,10 +45,11 @@ END_SECONDS = 60.0
 
 
 class PromptTokensDetails(ResponseBody):
-    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed
-    again; all others were fresh. ``exact_cached_tokens`` are those of the former that an earlier
-    request computed in just this sequence; ``reusable_tokens`` are fresh ones that ``implicit =
-    "auto"`` would have found in earlier prompts."""
+    """The prompt's tokens by the source of their KV: ``cached_tokens`` were reused as they were,
+    and ``recomputed_tokens`` are tokens of chunks that were computed again. All others are fresh.
+    ``exact_cached_tokens`` are the cached tokens that an earlier request computed in the same
+    sequence. ``reusable_tokens`` are the fresh tokens that ``implicit = "auto"`` would have found
+    in earlier prompts."""
 
     cached_tokens: int
     exact_cached_tokens: int
@@ -57,8 +58,8 @@ class PromptTokensDetails(ResponseBody):
 
 
 class UsageBody(ResponseBody):
-    """The tokens of a request: each prompt counts once, all choices count. Figures that are sent
-    while an answer is generated cover one choice so far, and have no details yet."""
+    """The tokens of a request: each prompt counts once, and all choices count. Figures that are
+    sent while an answer is generated cover one choice so far, and have no details yet."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -143,12 +144,9 @@ async def respond(
 
 
 class EventStream(EventSourceResponse):
-    """Sends the events of choices as they go, and cancels the choices as soon as the client is
-    gone.
-
-    A comment every few seconds keeps the connection open while nothing is said. A server that shuts
-    down lets streams go on for as long as it waits for requests.
-    """
+    """Sends the events of choices as they are generated, and cancels the choices when the client
+    leaves. A comment every few seconds keeps the connection open while there is no event. A server
+    that shuts down lets streams go on for as long as it waits for requests."""
 
     def __init__(
         self,

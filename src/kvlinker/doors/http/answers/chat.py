@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import AnswerPiece, Delta, TokenLogprob
@@ -32,16 +32,16 @@ from kvlinker.doors.http.answers.logprobs import (
 )
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
-from kvlinker.doors.http.edge.errors import blaming, note_ignored
-from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody, has_entries, is_true, where
-from kvlinker.doors.http.fields.decoding import answer_grammar
+from kvlinker.doors.http.edge.errors import blame, note_ignored
+from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.messages import MessageBody
-from kvlinker.doors.http.fields.parts import DocumentBody
-from kvlinker.doors.http.fields.reasoning import ReasoningFields
-from kvlinker.doors.http.fields.sampling import MostTokens, SamplingBody
+from kvlinker.doors.http.fields.generation import (
+    MostTokens,
+    ReasoningFields,
+    SamplingBody,
+)
+from kvlinker.doors.http.fields.prompts import DocumentBody, MessageBody
 from kvlinker.doors.http.fields.tools import (
-    CALLS,
     AllowedToolsBody,
     CallDeltas,
     NamedToolBody,
@@ -51,7 +51,6 @@ from kvlinker.doors.http.fields.tools import (
     ToolChoiceBody,
     ToolOrOther,
     call_objects,
-    of_type,
 )
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
@@ -64,17 +63,10 @@ router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 
 class ChatCompletionRequest(ReasoningFields, SamplingBody):
-    """A conversation to answer. OpenAI's fields that would change the answer and are not supported
-    are refused."""
+    """A conversation to answer. Fields of OpenAI's that would change the answer, and that this
+    server does not support, are refused."""
 
     place: ClassVar[Place | None] = Place.CHAT
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        *SamplingBody.rules,
-        where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
-        where({"tool_choice": {"const": "auto"}}, has_entries("tools")),
-        where({"tool_choice": CALLS}, has_entries("tools", of_type("function"))),
-    )
-
     messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
     documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
     max_completion_tokens: MostTokens = None
@@ -86,62 +78,58 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_ending(self) -> ChatCompletionRequest:
+    def check(self) -> None:
+        super().check()
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
                 "'continue_final_message' continues the last message, and"
                 " 'add_generation_prompt' begins another: give one of them.",
                 param="continue_final_message",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(
                 "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_results(self) -> ChatCompletionRequest:
         called: set[str] = set()
         for index, message in enumerate(self.messages):
-            called.update(call.id for call in message.tool_calls or ())
+            for call in message.tool_calls or ():
+                called.add(call.id)
             if message.role == "tool" and message.tool_call_id not in called:
                 raise InvalidRequestError(
                     f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message"
                     " before.",
                     param=f"messages.{index}.tool_call_id",
                 )
-        return self
 
     def read(
         self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str
     ) -> ReadPrompt:
         """Make the prompt, which shows ``tools``. Raises the errors of ``LLM.read_chat``."""
+        link = self.linking
         return llm.read_chat(
-            [message.message() for message in self.messages],
-            documents=[document.document() for document in self.documents or ()],
+            list(map(MessageBody.message, self.messages)),
+            documents=list(map(DocumentBody.document, self.documents or ())),
             options=TemplateOptions(
                 tools=tuple(tools),
                 variables=self.reasoning_effect(llm).variables,
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
             ),
-            policy=self.linking.policy,
-            implicit=self.linking.implicit,
+            policy=link.policy,
+            implicit=link.implicit,
             keeps=keeps,
             salt=self.cache_salt,
-            order=self.linking.order or "given",
+            order=link.order or "given",
             tenant=tenant,
         )
 
     def request_tools(self, llm: LLM) -> RequestTools:
         """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools
         that are not offered."""
-        offered = [tool for tool in self.tools or () if isinstance(tool, ToolBody)]
+        offered: list[ToolBody] = []
+        for tool in self.tools or ():
+            if isinstance(tool, ToolBody):
+                offered.append(tool)
         choice: Any = self.tool_choice
         match self.tool_choice:
             case NamedToolBody():
@@ -153,17 +141,18 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
             case "auto" if self.tools and not offered:
                 choice = None  # all of them were left out
         return llm.request_tools(
-            [tool.tool() for tool in offered],
+            list(map(ToolBody.tool, offered)),
             choice,
             several=self.parallel_tool_calls is not False,
-            has_form=answer_grammar(self.response_format, self) is not None,
+            has_form=self.grammar() is not None,
             most_reasoning=self.reasoning_effect(llm).limit,
         )
 
-    def asked(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
+    def prepare(self, llm: LLM, request_tools: RequestTools, *, tenant: str) -> PreparedRequest:
         """Return the prompt, which shows the tools, and how to answer it. It takes long for long
         conversations: call it in a thread. Raises InvalidRequestError, and the errors of
         ``LLM.read_chat``."""
+        link = self.linking
         read = self.read(llm, request_tools.tools, tenant=tenant)
         fields = request_tools.sampling_fields(read.prompt, self.sampling_fields())
         reader = partial(request_tools.reader, read.prompt)
@@ -171,10 +160,10 @@ class ChatCompletionRequest(ReasoningFields, SamplingBody):
             {"messages": read},
             llm.sampling_params(**fields),
             tenant,
-            bool(self.linking.explain),
-            bool(self.linking.attention),
+            bool(link.explain),
+            bool(link.attention),
             self.keep_request(llm, reader),
-            self.linking.step,
+            link.step,
             reader if request_tools.tools else None,
         )
 
@@ -196,9 +185,9 @@ class ChatLogprobs(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
-    """The message that the model answers with. Its reasoning, under both of its names, and calls of
+    """The message that the model answers with. Its reasoning, under two names, and its calls of
     tools are separate from ``content``, which is null if there are only calls. ``tool_calls`` is
-    there if there are some."""
+    absent if there are none."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -219,7 +208,7 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """The whole answer; ``link`` is there where chunks took part."""
+    """The whole answer. ``link`` is present where the prompt has chunks."""
 
     id: str
     created: int
@@ -234,8 +223,8 @@ class ChatCompletion(ResponseBody):
 
 
 class ChatDelta(ResponseBody):
-    """New output of a choice; its first delta has the role, its last one nothing. ``content`` is
-    null in the first delta of an answer that has calls alone."""
+    """New output of a choice. The first delta has the role, and the last one nothing. ``content``
+    is null in the first delta of an answer that has only calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = ""
@@ -245,7 +234,7 @@ class ChatDelta(ResponseBody):
 
 
 class ChatChunkChoice(ResponseBody):
-    """A piece of one answer; ``finish_reason`` is null but in the last."""
+    """A piece of one answer. ``finish_reason`` is null in all pieces before the last."""
 
     index: int
     delta: ChatDelta
@@ -255,9 +244,10 @@ class ChatChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
-    but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
-    explanation that was asked for; ``prompt_token_ids`` are in the first, where they are."""
+    """A piece of a streamed answer. ``usage`` is present with ``stream_options.include_usage``, and
+    null in all pieces before the last. ``link`` is in the first piece, where the prompt has chunks,
+    and again in the last one if the request asks for an explanation. ``prompt_token_ids`` are in
+    the first piece, if the request asks for them."""
 
     id: str
     created: int
@@ -280,19 +270,23 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
     served.check_model(body.model)
-    served.take(body, request.scope)
-    note_ignored(request.scope, body.reasoning_effect(served.llm).ignored)
+    served.report_ignored(body, request.scope)
+    if ignored := body.reasoning_effect(served.llm).ignored:
+        note_ignored(request.scope, ignored)
     request_tools = body.request_tools(served.llm)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    with blaming("messages", length=length):
+    try:
         return await respond(
             served,
             request,
-            partial(body.asked, served.llm, request_tools, tenant=tenant),
+            partial(body.prepare, served.llm, request_tools, tenant=tenant),
             ChatAnswer(served.llm, request_tools, body),
             n=body.choices,
             stream=bool(body.stream),
         )
+    except InvalidRequestError as error:
+        blame(error, "messages", length=length)
+        raise
 
 
 class ChatAnswer(CompletionAnswer):
@@ -313,14 +307,14 @@ class ChatAnswer(CompletionAnswer):
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        told = self._told(index, self._reader(index).feed(delta.text))
+        told = self._delta(index, self._reader(index).feed(delta.text))
         ids = list(delta.token_ids) if self._body.return_token_ids else None
         if not (told.model_fields_set or delta.logprobs or ids):
             return None
         return _choice(index, told, logprobs=logprobs, token_ids=ids)
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, self._reader(index).finish(cut=finished.reason != "stop"))
+        told = self._delta(index, self._reader(index).finish(cut=finished.reason != "stop"))
         reason = finish_reason(finished.reason, called=self._calls[index].complete)
         return _choice(index, told, finish_reason=reason)
 
@@ -376,7 +370,7 @@ class ChatAnswer(CompletionAnswer):
             self._readers[index] = self._request_tools.reader(self._prompts[0])
         return self._readers[index]
 
-    def _told(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
+    def _delta(self, index: int, pieces: Sequence[AnswerPiece]) -> ChatDelta:
         """Return pieces of an answer as streams send them; without fields if they are empty."""
         reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         told_reasoning = reasoning if self._body.tells_reasoning else ""

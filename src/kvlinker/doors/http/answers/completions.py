@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, PromptLogprobs, TokenLogprob
@@ -40,8 +40,8 @@ from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.prompt import PromptBody, has_several, prompts_of
-from kvlinker.doors.http.fields.sampling import SamplingBody
+from kvlinker.doors.http.fields.generation import SamplingBody
+from kvlinker.doors.http.fields.prompts import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
@@ -55,7 +55,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(SamplingBody):
-    """A prompt to continue. Several prompts give n choices each, in order."""
+    """A prompt to continue. Each of several prompts gets n choices, in order."""
 
     place: ClassVar[Place | None] = Place.COMPLETIONS
 
@@ -67,8 +67,8 @@ class CompletionRequest(SamplingBody):
     )
     echo: bool | None = Field(default=None, description="Put the prompt before its continuation.")
 
-    @model_validator(mode="after")
-    def _check_choices(self) -> CompletionRequest:
+    def check(self) -> None:
+        super().check()
         choices = (len(self.prompt) if has_several(self.prompt) else 1) * self.choices
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
@@ -76,25 +76,16 @@ class CompletionRequest(SamplingBody):
                 " one request.",
                 param="n",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_explained(self) -> CompletionRequest:
         if self.linking.explain and has_several(self.prompt):
             raise InvalidRequestError(
                 "One prompt is explained at a time: send them one by one, or leave out"
                 " 'link.explain'.",
                 param="link.explain",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
         if self.echo and self.stream and self.logprobs is not None:
             raise InvalidRequestError(
                 "Streams have no 'logprobs' of an 'echo'. Leave one of them out.", param="echo"
             )
-        return self
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -108,10 +99,10 @@ class CompletionRequest(SamplingBody):
 
 
 class CompletionLogprobs(ResponseBody):
-    """One entry per token, that which ended the answer included; ``top_logprobs`` by token,
-    ``text_offset`` in characters from the choice's beginning. A token that is a part of a character
-    is spelt by its bytes, ``bytes:\\xe2\\x80``. Null stands for tokens of an echoed prompt that are
-    not scored."""
+    """One entry per token, the token that ended the answer included. ``top_logprobs`` are by token,
+    and ``text_offset`` counts characters from the choice's beginning. A token that is a part of a
+    character is written as its bytes, ``bytes:\\xe2\\x80``. Null stands for tokens of an echoed
+    prompt that have no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -120,8 +111,8 @@ class CompletionLogprobs(ResponseBody):
 
 
 class CompletionChoice(ResponseBody):
-    """A continuation, or a piece of one; ``finish_reason`` is ``stop``, ``length`` or
-    ``cancelled``, null before."""
+    """A continuation, or a piece of one. ``finish_reason`` is ``stop``, ``length`` or
+    ``cancelled``, and null in all pieces before the last."""
 
     index: int
     text: str
@@ -133,9 +124,9 @@ class CompletionChoice(ResponseBody):
 
 
 class CompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null
-    but in the last; ``link`` is in the first, where chunks took part, and again in the last with an
-    explanation that was asked for."""
+    """A piece of a streamed answer. ``usage`` is present with ``stream_options.include_usage``, and
+    null in all pieces before the last. ``link`` is in the first piece, where the prompt has chunks,
+    and again in the last one if the request asks for an explanation."""
 
     id: str
     object: Literal["text_completion"]
@@ -148,7 +139,7 @@ class CompletionChunk(ResponseBody):
 
 
 class Completion(CompletionChunk):
-    """The whole answer; ``link`` is there where chunks took part."""
+    """The whole answer. ``link`` is present where the prompt has chunks."""
 
     usage: UsageBody
 
@@ -163,7 +154,7 @@ async def create_completion(
 ) -> Response:
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     served.check_model(body.model)
-    served.take(body, request.scope)
+    served.report_ignored(body, request.scope)
     given = prompts_of(body.prompt)
     link = body.linking
 

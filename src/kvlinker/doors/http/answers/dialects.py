@@ -23,7 +23,7 @@ from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.logprobs import entry_bytes
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of, note_ignored
-from kvlinker.doors.http.fields.parts import Part, TextPart, shown
+from kvlinker.doors.http.fields.prompts import Part, TextPart, show_part
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, ReadPrompt
@@ -78,7 +78,7 @@ class Translation:
     def add_part(self, part: Part, *, origin: str) -> None:
         """Add a part to the content of the last message; ``origin`` is the path that it comes
         from."""
-        seen = shown(part)
+        seen = show_part(part)
         if seen is None:
             return
         content = self.last["content"]
@@ -232,7 +232,7 @@ async def respond_in_dialect(
         request_tools = chat.request_tools(served.llm)
 
         def build() -> PreparedRequest:
-            asked = chat.asked(served.llm, request_tools, tenant=tenant)
+            asked = chat.prepare(served.llm, request_tools, tenant=tenant)
             (read,) = asked.prompts.values()
             reader = request_tools.reader(read.prompt)
             blocks = BlockReader(

@@ -4,18 +4,107 @@ they have become."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.context_cache import KeptAnswer
 from kvlinker.doors.http.answers.choices import Choices
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.fields.explanations import LinkExplanation
 from kvlinker.llm import LLM, Explanation, ReadPrompt
+
+PositionRange = Annotated[list[int], Field(min_length=2, max_length=2)]
+"""Positions [begin, end)."""
+
+
+class ForecastBody(ResponseBody):
+    """The times, in seconds, that the policy was settled by; null where nothing is measured yet."""
+
+    load_s: float | None
+    prefill_s: float | None
+    overlaps: bool
+
+
+class FreshSegmentBody(ResponseBody):
+    """Text of the prompt's own, at positions [``start``, ``end``)."""
+
+    type: Literal["fresh"]
+    start: int
+    end: int
+    tokens: int
+
+
+class ChunkSegmentBody(ResponseBody):
+    """A chunk at positions [``start``, ``end``); ``content`` is a hash of its tokens."""
+
+    type: Literal["chunk"]
+    start: int
+    end: int
+    tokens: int
+    context_cache: str | None
+    content: str
+    exact: bool
+    computed_behind_tokens: int
+
+
+class LayersBody(ResponseBody):
+    """Cached positions that layers ``first`` to ``last`` compute again, as ranges [begin, end)."""
+
+    first: int
+    last: int
+    recomputed_tokens: int
+    recomputed: list[PositionRange]
+
+
+class ScoreBody(ResponseBody):
+    """Figures that chose the tokens; ``layer`` is null for figures from before the first layer."""
+
+    name: str
+    of: Literal["chunks", "tokens"]
+    layer: int | None
+    positions: list[int] | None
+    values: list[float]
+
+
+class CostBody(ResponseBody):
+    """The cost of linking: tokens are averages over the layers; ``full_flops`` is a full
+    prefill's."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    flops: float
+    full_flops: float
+    flops_ratio: float
+
+
+class LinkExplanation(ResponseBody):
+    """The link of a prompt. ``settled_policy`` replaced ``policy`` by the forecast.
+
+    A layer computes a token again where ``layers`` says so. All other tokens are computed for the
+    first time if they are ``fresh`` (ranges [begin, end)), and are otherwise cached. ``attention``
+    has the last token's weights by layer and token.
+    """
+
+    object: Literal["link.explanation"]
+    policy: str
+    settled_policy: str
+    forecast: ForecastBody | None
+    tokens: int
+    token_ids: list[int]
+    token_texts: list[str] | None
+    reused_tokens: int
+    fresh: list[PositionRange]
+    segments: list[Annotated[FreshSegmentBody | ChunkSegmentBody, Field(discriminator="type")]]
+    layers: list[LayersBody]
+    scores: list[ScoreBody]
+    attention: list[list[float]] | None
+    cost: CostBody
 
 
 class UsedCacheBody(ResponseBody):
-    """A context cache in the prompt; ``created`` is true if this request brought its text first."""
+    """A context cache in the prompt. ``created`` is true if no earlier request had its text."""
 
     id: str
     tokens: int
@@ -23,7 +112,7 @@ class UsedCacheBody(ResponseBody):
 
 
 class KeptAnswerBody(ResponseBody):
-    """The context cache that the answer has become; if ``id`` is null, ``reason`` says why there is
+    """The context cache that the answer has become. If ``id`` is null, ``reason`` says why there is
     none."""
 
     id: str | None
@@ -32,9 +121,9 @@ class KeptAnswerBody(ResponseBody):
 
 
 class LinkBody(ResponseBody):
-    """How the prompt was linked: the policy, and the context caches in it in the order in which
-    they stand there. ``explanation`` is there where the request asked for it, and ``answer`` where
-    it was to be kept."""
+    """How the prompt was linked: the policy, and the prompt's context caches in order.
+    ``explanation`` is present if the request asks for it, and ``answer`` if the answer was to be
+    kept."""
 
     policy: str
     context_caches: list[UsedCacheBody]

@@ -21,8 +21,8 @@ def finite(logprob: float) -> float:
 
 
 class TopLogprob(ResponseBody):
-    """A token and its log probability, in nats; ``bytes`` are its own, which of a part of a
-    character are no text."""
+    """A token and its log probability, in nats. ``bytes`` are the token's own: a token that is a
+    part of a character has no text."""
 
     token: str
     logprob: float
@@ -44,7 +44,7 @@ def logprob_bodies(
     """Return log probabilities in the format of chat completions; ``bytes_of`` gives a token's
     bytes, ``as_ids``: with ids in place of the tokens' texts."""
 
-    def told(entry: TokenLogprob) -> dict[str, Any]:
+    def fields_of(entry: TokenLogprob) -> dict[str, Any]:
         return {
             "token": token_name(entry, as_ids=as_ids),
             "logprob": finite(entry.logprob),
@@ -52,7 +52,9 @@ def logprob_bodies(
         }
 
     return [
-        ChatLogprob(**told(entry), top_logprobs=[TopLogprob(**told(other)) for other in entry.top])
+        ChatLogprob(
+            **fields_of(entry), top_logprobs=[TopLogprob(**fields_of(other)) for other in entry.top]
+        )
         for entry in entries
     ]
 
@@ -80,8 +82,8 @@ def token_key(entry: TokenLogprob, bytes_of: Callable[[int], bytes], *, as_ids: 
 
 
 class TextOffsets:
-    """Counts the characters before each token of a text that comes token by token. The tokens of
-    one character all stand where it does."""
+    """Counts the characters before each token of a text, token by token. All tokens of one
+    character have its offset."""
 
     def __init__(self, tokenizer: Any, *, skips_special: bool, start: int = 0) -> None:
         """``skips_special``: the text is without special tokens. ``start`` counts the characters

@@ -1,17 +1,10 @@
-"""/v1/context_caches: a module for each kind of request, and one router for the application."""
+"""/v1/context_caches: one router for the application."""
 
 from fastapi import APIRouter
 
-from kvlinker.doors.http.context_caches import (
-    creation,
-    extraction,
-    resource,
-    splitting,
-    texts,
-    usage,
-)
+from kvlinker.doors.http.context_caches import caches, texts
 
 router = APIRouter()
-# names such as "usage" before any id
-for part in (creation, extraction, splitting, texts, usage, resource):
+# names such as "search" before any id
+for part in (texts, caches):
     router.include_router(part.router)

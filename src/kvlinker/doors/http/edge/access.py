@@ -1,5 +1,4 @@
-"""Access control: host names, API keys, the tenant that each key stands for, and whether it is an
-admin's; for the app and routes.
+"""Access control: host names, API keys, the tenant of each key, and whether it is an admin's.
 
 Without configured keys every caller is the default tenant, and an admin (see
 ``kvlinker.doors.http.edge.address``). With keys, every route asks for ``Authorization: Bearer
@@ -14,19 +13,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from kvlinker.base.errors import AuthenticationError, KVLinkerError
+from kvlinker.base.errors import AuthenticationError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.address import is_loopback
 from kvlinker.doors.http.edge.draining import PROBES
-from kvlinker.doors.http.edge.errors import error_response
+from kvlinker.doors.http.edge.errors import UnknownHostError
 from kvlinker.doors.http.pages import PAGE_PATHS
 from kvlinker.settings import Settings
 
@@ -45,7 +43,7 @@ OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Describes who sends a request: the ``tenant``, and whether it is an ``admin``, who may write
+    """The sender of a request: its ``tenant``, and whether it is an ``admin``, which may write
     shared caches."""
 
     tenant: str
@@ -58,54 +56,18 @@ on the server's own machine."""
 
 
 async def _caller(request: Request) -> Caller:
-    """Return the caller that ``KeyCheck`` found."""
+    """Return the caller that ``Access`` found."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
 async def _tenant(request: Request) -> str:
-    return (await _caller(request)).tenant
+    tenant: str = request.scope["state"]["caller"].tenant
+    return tenant
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]
 TenantParam = Annotated[str, Depends(_tenant)]
-
-
-class UnknownHostError(KVLinkerError):
-    """Raised for a request to a host name that is not the server's."""
-
-    status = 421
-    type = "invalid_request_error"
-    code = "unknown_host"
-
-
-class HostCheck:
-    """ASGI middleware: answers 421 to requests whose ``Host`` is neither loopback nor among
-    ``names``.
-
-    A page of any site may let its own name point to 127.0.0.1 (DNS rebinding); a browser then takes
-    a server on the reader's machine for that site's, and hands the page its answers.
-    """
-
-    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
-        self._app = app
-        self._names = frozenset(map(str.lower, names))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host")
-            if host is not None and not self._is_known(host):  # browsers always send one
-                error = UnknownHostError(
-                    f"This server does not answer for the host {host[:100]!r}. Call it localhost,"
-                    " or add the name to its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
-                )
-                return await error_response(error, scope)(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-    def _is_known(self, host: str) -> bool:
-        written = _HOST.fullmatch(host)
-        name = (written["address"] or written["name"]).lower() if written else ""
-        return name in self._names or name == CONTAINER_HOST or is_loopback(name)
 
 
 def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
@@ -128,32 +90,50 @@ def keys_of(headers: Headers) -> list[str]:
     return [key.strip() for key in given if key is not None]
 
 
-class KeyCheck:
-    """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's
-    state."""
+class Access:
+    """Checks the host and the key of each request, before its body is read."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        """``api_keys`` are all that are accepted; ``admin_keys`` are those of them that are
-        admins'."""
-        self._app = app
+    def __init__(self, settings: Settings) -> None:
+        hosts = hosts_to_check(settings)
+        self.checks_hosts = hosts is not None
+        self.is_keyed = bool(settings.accepted_keys)
+        self._hosts = frozenset(map(str.lower, hosts or ()))
         self._callers = {
-            hashlib.sha256(key.encode()).digest(): Caller(tenant_of_key(key), key in admin_keys)
-            for key in api_keys
+            hashlib.sha256(key.encode()).digest(): Caller(
+                tenant_of_key(key), key in settings.admin_keys
+            )
+            for key in settings.accepted_keys
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            caller = self._caller(Headers(scope=scope))
-            if caller is None and scope["path"] not in OPEN_PATHS:
-                return await error_response(_UNKNOWN_KEY, scope)(scope, receive, send)
-            scope.setdefault("state", {})["caller"] = caller
-        return await self._app(scope, receive, send)
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Note the caller in the request's state, where routes find it. Raises AuthenticationError
+        without a known key, and UnknownHostError.
+
+        A page of any site may let its own name point to 127.0.0.1 (DNS rebinding). A browser then
+        takes a server on the reader's machine for that site's, and hands the page its answers.
+        """
+        host = headers.get("host")  # browsers always send one
+        if self.checks_hosts and host is not None and not self._is_known(host):
+            raise UnknownHostError(
+                f"This server does not answer for the host {host[:100]!r}. Call it localhost,"
+                " or add the name to its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
+            )
+        caller = self._caller(headers) if self.is_keyed else OPERATOR
+        if caller is None and scope["path"] not in OPEN_PATHS:
+            raise AuthenticationError(
+                "Missing or unknown API key. Send 'Authorization: Bearer <key>' or 'x-api-key:"
+                " <key>', which api_key of a client and --api-key of a command do."
+            )
+        scope["state"]["caller"] = caller
+
+    def _is_known(self, host: str) -> bool:
+        written = _HOST.fullmatch(host)
+        name = (written["address"] or written["name"]).lower() if written else ""
+        return name in self._hosts or name == CONTAINER_HOST or is_loopback(name)
 
     def _caller(self, headers: Headers) -> Caller | None:
         """Return the caller by the first key that is known; None if none is. Compares with every
         key, in constant time."""
-        if not self._callers:
-            return OPERATOR
         found = None
         for key in reversed(keys_of(headers)):
             given = hashlib.sha256(key.encode("latin-1")).digest()
@@ -161,9 +141,3 @@ class KeyCheck:
                 if hmac.compare_digest(digest, given):
                     found = caller
         return found
-
-
-_UNKNOWN_KEY = AuthenticationError(
-    "Missing or unknown API key. Send 'Authorization: Bearer <key>' or 'x-api-key: <key>', which"
-    " api_key of a client and --api-key of a command do."
-)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Literal, TextIO
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from kvlinker.doors.http.edge.errors import request_id_of
 
@@ -77,62 +76,30 @@ def note_route(scope: Scope, route: str) -> None:
     scope["state"]["route"] = route
 
 
-class AccessLog:
-    """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once
-    it is answered; of an answer also how its prompt was linked.
+def log_request(scope: Scope, status: int | None, seconds: float) -> None:
+    """Log method, route, status, tokens, milliseconds and the id of a request that has ended; of an
+    answer also how its prompt was linked.
 
     The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is
     none: paths are callers' text. The status is ``LEFT`` for clients that leave before they have
     all of the answer. Where there is none, ``JsonLines`` writes null.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
-            return await self._app(scope, receive, send)
-        began = time.perf_counter()
-        status: int | None = None
-        sent = left = False
-
-        async def watching() -> Message:
-            nonlocal left
-            message = await receive()
-            left = left or (message["type"] == "http.disconnect" and not sent)
-            return message
-
-        async def noting(message: Message) -> None:
-            nonlocal status, sent
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif message["type"] == "http.response.body":
-                sent = not message.get("more_body", False)
-            await send(message)
-
-        try:
-            await self._app(scope, watching, noting)
-        finally:
-            state = scope["state"]
-            prompt, output = state.get("tokens", (0, 0))
-            request = {
-                "method": scope["method"][:16],
-                "route": getattr(scope.get("route"), "path_format", state.get("route")),
-                "status": LEFT if left else status,
-                "prompt_tokens": prompt,
-                "output_tokens": output,
-                **state.get("link", {}),
-                "ms": round((time.perf_counter() - began) * 1000, 1),
-                "id": request_id_of(scope),
-                **({"replica": state["replica"]} if "replica" in state else {}),
-            }
-            named = "".join(f" {name}=%s" for name in list(request)[3:])
-            text = ("-" if value is None else value for value in request.values())
-            logger.info(
-                f"%s %s %s{named}",
-                *text,
-                extra={"request": request},
-            )
+    state = scope["state"]
+    prompt, output = state.get("tokens", (0, 0))
+    request = {
+        "method": scope["method"][:16],
+        "route": getattr(scope.get("route"), "path_format", state.get("route")),
+        "status": status,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        **state.get("link", {}),
+        "ms": round(seconds * 1000, 1),
+        "id": request_id_of(scope),
+        **({"replica": state["replica"]} if "replica" in state else {}),
+    }
+    named = "".join(f" {name}=%s" for name in list(request)[3:])
+    text = ("-" if value is None else value for value in request.values())
+    logger.info(f"%s %s %s{named}", *text, extra={"request": request})
 
 
 class JsonLines(logging.Formatter):

@@ -1,5 +1,6 @@
-"""Bodies of requests: those that are too large or come too slowly are refused, in any server, and
-long ones are parsed outside the event loop, so that no other request waits for them.
+"""Bodies of requests: those that are too large or come too slowly are refused, in any server,
+compressed ones are expanded, and long ones are parsed outside the event loop, so that no other
+request waits for them.
 
 Python's JSON parser holds the interpreter's lock until it is done, in any thread: so the values in
 a body are counted first, piece by piece, and a body with far too many is refused without being
@@ -9,18 +10,22 @@ parsed.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
 import json
-from collections.abc import Callable, Coroutine, Mapping
+import zlib
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.limits import (
@@ -30,6 +35,18 @@ from kvlinker.base.types.limits import (
     MOST_JSON_NODES,
     MOST_JSON_VALUES,
 )
+from kvlinker.doors.http.edge.errors import UnknownEncodingError
+
+try:
+    import zstandard
+except ModuleNotFoundError:  # the extra ``zstd`` has it
+    zstandard = None  # type: ignore[assignment]
+
+_ZSTD_WINDOW_BYTES = 8 * 2**20
+"""The most memory that a body in zstd may ask for (RFC 9659)."""
+
+_ZSTD_SLICE_BYTES = 64
+"""The bytes of zstd that are expanded at once: each 4 may become 128 KiB."""
 
 LEAST_BYTES_PER_SECOND = 10_000
 """The rate below which a body is too slow, once its first seconds are over."""
@@ -47,50 +64,37 @@ def prompt_body_bytes(max_tokens: int) -> int:
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
 
 
-class BodyLimits:
-    """ASGI middleware: answers 413 to bodies that are too large, and 408 to those that are not
-    complete in time.
+def limit_body(receive: Receive, headers: Headers, *, most: int, seconds: float) -> Receive:
+    """Return the source of a body that raises HTTPException for more than ``most`` bytes, and for a
+    body that is not complete in time.
 
-    ``sizes`` are in bytes by path; bodies of other paths have ``MAX_BODY_BYTES``. Nothing is read
-    of a body that announces too much. A body has ``seconds``, and one second more for every
-    ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
+    A body that announces too much is not read at all. It has ``seconds``, and one second more for
+    every ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
     """
+    announced = int(headers.get("content-length", 0))
+    began = asyncio.get_running_loop().time()
+    received = 0
+    complete = False
 
-    def __init__(self, app: ASGIApp, sizes: Mapping[str, int], seconds: float) -> None:
-        self._app = app
-        self._sizes = sizes
-        self._seconds = seconds
+    async def receive_limited() -> Message:
+        nonlocal received, complete
+        if announced > most:
+            raise too_large(most)
+        if complete:
+            return await receive()
+        deadline = began + seconds + received / LEAST_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise _closing(HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time") from None
+        received += len(message.get("body", b""))
+        if received > most:
+            raise too_large(most)
+        complete = not message.get("more_body", False)
+        return message
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        most = self._sizes.get(scope["path"], MAX_BODY_BYTES)
-        announced = int(Headers(scope=scope).get("content-length", 0))
-        began = asyncio.get_running_loop().time()
-        received = 0
-        complete = False
-
-        async def limited() -> Message:
-            nonlocal received, complete
-            if announced > most:
-                raise too_large(most)
-            if complete:
-                return await receive()
-            deadline = began + self._seconds + received / LEAST_BYTES_PER_SECOND
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise _closing(
-                    HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time"
-                ) from None
-            received += len(message.get("body", b""))
-            if received > most:
-                raise too_large(most)
-            complete = not message.get("more_body", False)
-            return message
-
-        return await self._app(scope, limited, send)
+    return receive_limited
 
 
 def too_large(most: int) -> HTTPException:
@@ -101,6 +105,94 @@ def too_large(most: int) -> HTTPException:
 def _closing(status: HTTPStatus, detail: str) -> HTTPException:
     """Return the error of a body that is not read to its end, after which the connection ends."""
     return HTTPException(status, detail, headers={"Connection": "close"})
+
+
+def content_encoding(headers: MutableHeaders) -> str | None:
+    """Return the encoding of a body that is compressed, and delete the headers that say so. Raises
+    UnknownEncodingError."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding not in EXPANDERS:
+        raise UnknownEncodingError(encoding, known=", ".join(EXPANDERS))
+    del headers["content-encoding"], headers["content-length"]
+    return encoding
+
+
+def expand_body(receive: Receive, encoding: str, most: int) -> Receive:
+    """Return the source of a compressed body that yields it expanded, as one message. It raises the
+    errors of ``expand``."""
+    complete = False
+
+    async def receive_expanded() -> Message:
+        nonlocal complete
+        if complete:
+            return await receive()
+        pieces = []
+        while not complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            pieces.append(message.get("body", b""))
+            complete = not message.get("more_body", False)
+        body = await run_in_threadpool(expand, encoding, b"".join(pieces), most)
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_expanded
+
+
+def expand(encoding: str, body: bytes, most: int) -> bytes:
+    """Return what a ``body`` in this encoding holds. Raises InvalidRequestError for one that is
+    damaged, and HTTPException for one that holds more than ``most`` bytes."""
+    try:
+        expanded = EXPANDERS[encoding](body, most + 1) if body else b""
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InvalidRequestError(
+            f"The body is not in the encoding {encoding!r} that its 'Content-Encoding' names, or is"
+            f" damaged: {error}.",
+            code="invalid_encoding",
+        ) from error
+    if len(expanded) > most:
+        raise too_large(most)
+    return expanded
+
+
+def _gunzip(body: bytes, most: int) -> bytes:
+    return gzip.GzipFile(fileobj=io.BytesIO(body)).read(most)
+
+
+def _inflate(body: bytes, most: int) -> bytes:
+    """Expand what is called ``deflate``: with zlib's frame, or without it, as some clients send."""
+    framed = body[0] & 0x0F == zlib.DEFLATED and int.from_bytes(body[:2]) % 31 == 0
+    inflater = zlib.decompressobj(zlib.MAX_WBITS if framed else -zlib.MAX_WBITS)
+    expanded = inflater.decompress(body, most)
+    if not inflater.eof and len(expanded) < most:
+        raise EOFError("it ends too early")
+    return expanded
+
+
+def _expand_zstd(body: bytes, most: int) -> bytes:
+    expander = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+    expanded = bytearray()
+    try:
+        for start in range(0, len(body), _ZSTD_SLICE_BYTES):
+            expanded += expander.decompress(body[start : start + _ZSTD_SLICE_BYTES])
+            if expander.eof or len(expanded) >= most:
+                break
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    if not expander.eof and len(expanded) < most:
+        raise EOFError("it ends too early")
+    return bytes(expanded)
+
+
+EXPANDERS: dict[str, Callable[[bytes, int], bytes]] = {
+    "gzip": _gunzip,
+    "x-gzip": _gunzip,
+    "deflate": _inflate,
+    **({} if zstandard is None else {"zstd": _expand_zstd}),
+}
+"""Functions that expand a body to at most a number of bytes, by the names of encodings."""
 
 
 class BodyRoute(APIRoute):

@@ -1,7 +1,7 @@
 """The end of a server that receives a signal to stop: it refuses new requests, finishes those under
 way, and cuts off those that take longer than ``drain_timeout``.
 
-``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes,
+``EngineServer`` begins and awaits it at a signal, ``Guard`` stands before all routes,
 ``/health`` reports it, and streams register with it, so that each of them ends with an event of its
 API.
 """
@@ -14,11 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.doors.http.edge.errors import error_response
 from kvlinker.engines.contract.limits import engine_closed
 
 PROBES = frozenset({"/health", "/live", "/ping"})
@@ -119,61 +117,6 @@ class Drain:
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
 
-class Draining:
-    """ASGI middleware: counts requests, and while the server drains answers new ones 503, and those
-    that are cut off, where their answer has not begun.
-
-    Every answer that begins from then on is the last of its connection.
-    """
-
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        self._app = app
-        self._drain = drain
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-
-        async def closing(message: Message) -> None:
-            if self._drain.began and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Connection"] = "close"
-            await send(message)
-
-        if scope["path"] in PROBES or (scope["path"] in FIGURES and not self._drain.ended):
-            return await self._app(scope, receive, closing)
-        if self._drain.began:
-            await read_body(receive)
-            refusal = error_response(engine_closed(), scope)
-            refusal.headers[REFUSED_HEADER] = "before it began"
-            return await refusal(scope, receive, closing)
-        with self._drain.request() as cut:
-            return await self._answer(scope, receive, closing, cut)
-
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Future[None]
-    ) -> None:
-        """Let the application answer until ``cut`` is done, in a task of its own: what it waits for
-        may end later than the request does."""
-        begun = refused = False
-
-        async def noting(message: Message) -> None:
-            nonlocal begun
-            if not refused:
-                begun = True
-                await send(message)
-
-        answering = asyncio.ensure_future(self._app(scope, receive, noting))
-        try:
-            await asyncio.wait({answering, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if begun or answering.done():
-                return await answering
-            refused = True
-            await error_response(engine_closed(), scope)(scope, receive, send)
-        finally:
-            answering.cancel()
-            answering.add_done_callback(_forget)
-
-
 async def read_body(receive: Receive) -> None:
     """Read a body to its end, because a client that is still sending would miss the answer if the
     connection closed."""
@@ -181,9 +124,3 @@ async def read_body(receive: Receive) -> None:
         async with asyncio.timeout(LAST_SECONDS):
             while (await receive()).get("more_body", False):
                 pass
-
-
-def _forget(task: asyncio.Future[None]) -> None:
-    """Retrieve the exception of a task that nobody awaits, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()

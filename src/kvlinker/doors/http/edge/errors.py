@@ -1,9 +1,5 @@
 """Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge
-of the server becomes one here.
-
-The middlewares that belong to errors are here, too: ids by which a request is found in the log, and
-the last resort for bugs.
-"""
+of the server becomes one here. Ids by which a request is found in the log are here, too."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,9 +16,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 from kvlinker.base.errors import (
     AuthenticationError,
@@ -37,7 +32,6 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.types.limits import MAX_MESSAGE_CHARACTERS
 from kvlinker.doors.http.fields.bodies import ResponseBody
-from kvlinker.doors.http.messages.errors import MessagesError, messages_error, speaks_messages
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +82,44 @@ _MEANINGS = {
 }
 
 
+_MESSAGES_PATH = "/v1/messages"
+
+_MESSAGES_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors by HTTP status."""
+
+
+class UnknownHostError(KVLinkerError):
+    """Raised for a request to a host name that is not the server's."""
+
+    status = 421
+    type = "invalid_request_error"
+    code = "unknown_host"
+
+
+class UnknownEncodingError(KVLinkerError):
+    """Raised for a body in an encoding that the server cannot read."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+    def __init__(self, encoding: str, *, known: str) -> None:
+        super().__init__(
+            f"The body's 'Content-Encoding' is {encoding[:100]!r}, but can be one of {known}. Leave"
+            " the header out, and send the body as it is."
+        )
+        self.known = known
+
+
 class ErrorDetails(ResponseBody):
     """Describes an error. ``param`` is the path of the field at fault, such as
     ``messages.0.content.1.id``."""
@@ -102,6 +134,34 @@ class ErrorBody(ResponseBody):
     """Every error is answered by this body, and a stream that fails has it as its last event."""
 
     error: ErrorDetails
+
+
+class MessagesErrorDetails(ResponseBody):
+    """Describes an error."""
+
+    type: str
+    message: str
+
+
+class MessagesError(ResponseBody):
+    """Every error of these routes is answered by this body, and a stream that fails has it as its
+    last event."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetails
+    request_id: str | None
+
+
+def speaks_messages(path: str) -> bool:
+    """Return whether the errors of a path are Anthropic's."""
+    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+
+
+def messages_error(message: str, status: int, request_id: str | None) -> MessagesError:
+    """Return the body of an error with this HTTP status."""
+    kind = _MESSAGES_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details = MessagesErrorDetails(type=kind, message=message)
+    return MessagesError(type="error", error=details, request_id=request_id)
 
 
 def error_responses(
@@ -169,20 +229,28 @@ def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, UnknownEncodingError):
+        headers |= {"Accept-Encoding": error.known, "Connection": "close"}
     return _response(error_body(error, scope), error.status, scope, headers)
 
 
-@contextmanager
-def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
-    """Name the request's ``field`` in errors about a whole prompt, and the field ``length`` in
-    errors about the answer's length."""
-    try:
-        yield
-    except InvalidRequestError as error:
+def blame(error: BaseException, field: str, *, length: str = "max_tokens") -> None:
+    """Name the request's ``field`` in an error about a whole prompt, and the field ``length`` in an
+    error about the answer's length."""
+    if isinstance(error, InvalidRequestError):
         if error.param in ("messages", "prompt"):
             error.param = field
         elif error.param == "max_tokens":
             error.param = length
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """``blame`` the field in the errors of the block."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        blame(error, field)
         raise
 
 
@@ -194,37 +262,31 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def request_id_of(scope: Scope) -> str:
-    """Return the id that ``RequestIds`` gave the request."""
+    """Return the id that ``name_request`` gave the request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
 
 
-class RequestIds:
-    """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and
-    in the log, as the client does by the same header if it can; and in ``X-Ignored-Fields`` what
-    was left out of it."""
+def name_request(scope: Scope, send: Send) -> Send:
+    """Give a request its id: the client's own if it names one by ``X-Request-Id``. Return the
+    ``send`` that names it in the answer's headers, and in ``X-Ignored-Fields`` what was left out of
+    the request."""
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    state = scope.setdefault("state", {})
+    state["request_id"] = request_id
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = request_id
+            if ANTHROPIC_HEADER in Headers(scope=scope):
+                headers[ANTHROPIC_ID_HEADER] = request_id
+            if ignored := state.get("ignored"):
+                headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
+        await send(message)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def naming(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = request_id_of(scope)
-                if ANTHROPIC_HEADER in Headers(scope=scope):
-                    headers[ANTHROPIC_ID_HEADER] = request_id_of(scope)
-                if ignored := scope["state"].get("ignored"):
-                    headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
-            await send(message)
-
-        return await self._app(scope, receive, naming)
+    return send_named
 
 
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
@@ -235,37 +297,13 @@ def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
     scope["state"].setdefault("ignored", []).extend(shown)
 
 
-class UnexpectedErrors:
-    """ASGI middleware: bugs become a 500 that says nothing of the inside, with the traceback in the
-    log.
-
-    The framework's own handler raises the error again, whereupon the connection is closed under the
-    client. Clients that leave while their bodies are read are no bug: nobody is answered.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def noting(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting)
-        except ClientDisconnect:
-            return
-        except Exception:
-            if scope["type"] != "http" or started:
-                raise
-            logger.exception(
-                "Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"]
-            )
-            body = _inner_body(KVLinkerError(""), scope)
-            await _response(body, KVLinkerError.status, scope)(scope, receive, send)
+def unexpected_error_response(scope: Scope) -> JSONResponse:
+    """Make the answer for a bug, whose exception is being handled: it is logged with its trace, and
+    the answer says nothing of the inside."""
+    logger.exception(
+        "Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"]
+    )
+    return _response(_inner_body(KVLinkerError(""), scope), KVLinkerError.status, scope)
 
 
 async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:

@@ -22,7 +22,7 @@ from kvlinker.doors.http.edge.connections import (
     unanswered,
 )
 from kvlinker.doors.http.edge.draining import LAST_SECONDS, PROBES, REFUSED_HEADER, read_body
-from kvlinker.doors.http.edge.errors import RequestIds, error_response
+from kvlinker.doors.http.edge.errors import error_response, name_request
 
 USUAL_SECONDS = 5
 """The seconds after which clients come again while nothing is known of the rest."""
@@ -67,6 +67,7 @@ def loading_app(loading: Loading) -> ASGIApp:
     """Make the application of a server whose model is being loaded."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        send = name_request(scope, send)
         await read_body(receive)
         seconds = loading.seconds_left or USUAL_SECONDS
         if scope["path"] == "/live":
@@ -80,4 +81,4 @@ def loading_app(loading: Loading) -> ASGIApp:
         response.headers["Connection"] = "close"
         await response(scope, receive, send)
 
-    return RequestIds(answer)
+    return answer

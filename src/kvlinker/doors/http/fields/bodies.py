@@ -1,5 +1,5 @@
-"""The parts of bodies: strict texts, bounded names and metadata, requests that refuse unknown
-fields, and rules for combinations of fields.
+"""The parts of bodies: strict texts, bounded names and metadata, and the base of requests, which
+leave out or refuse unknown fields.
 
 Requests are validated by these models and become plain values (``kvlinker.base.types.messages``,
 ``SamplingParams``); responses are made of them, so that the OpenAPI document describes the bodies
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Depends, Request
 from pydantic import (
@@ -29,7 +29,6 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -38,7 +37,9 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
 from kvlinker.base.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
+from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.fields.foreign import ForeignFields, Place, foreign_fields
+from kvlinker.prompting.marks import ttl_seconds
 
 
 def _require_unicode(text: str) -> str:
@@ -65,9 +66,6 @@ characters."""
 Text = Annotated[str, Unicode]
 
 NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
-
-TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
-"""The id of a token; the model's vocabulary is what bounds it, which errors name."""
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_unicode_within)]
 """An object of any content, such as a schema."""
@@ -134,18 +132,6 @@ def by_type(*types: str, untyped: str = "other") -> Discriminator:
     return Discriminator(tag)
 
 
-def other_than(*types: str) -> WithJsonSchema:
-    """Return the schema of entries of all types but these, which stands behind ``LeftOut`` where
-    those have bodies of their own."""
-    return WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {"type": {"type": "string", "minLength": 1, "not": {"enum": [*types]}}},
-            "required": ["type"],
-        }
-    )
-
-
 class RequestBody(BaseModel):
     """Base of all request bodies: types are strict, and unknown fields are left out and named by
     the answer (``ignored_paths``). Null means nothing, and such fields are not named. Bodies of
@@ -166,17 +152,36 @@ class RequestBody(BaseModel):
     place: ClassVar[Place | None] = None
     """The place of the body, by which ``foreign`` finds the fields that it does not serve."""
 
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
-    """JSON schemas that say how fields go together. They are for the OpenAPI document; validators
-    are what refuses, in words of their own."""
-
     @model_validator(mode="wrap")
     @classmethod
-    def _meet_foreign_fields(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _validate(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Leave out the fields that the body does not serve, and refuse those without which the
         answer would be wrong."""
         if not isinstance(data, dict):
             return validate(data)
+        ignored: list[str] = []
+        if not cls._fields()[0].issuperset(data):  # most requests have no foreign field
+            data, ignored = cls._served(data)
+        try:
+            made = validate(data)
+        except ValidationError as error:
+            unknown = [each["loc"] for each in error.errors() if each["type"] == _UNKNOWN_WORD]
+            if not unknown:
+                raise
+            made = validate(_without(data, unknown))
+            ignored += [".".join(map(str, place)) for place in unknown]
+        if ignored:
+            made._ignored = tuple(ignored)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Refuse fields that do not go together. Raises InvalidRequestError. Bodies with such
+        fields override it: the framework validates a body twice, and this runs once."""
+
+    @classmethod
+    def _served(cls, data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields that the body serves, and the names of others that the answer names."""
         own, foreign = cls._fields()
         ignored = []
         for name, value in data.items():
@@ -187,21 +192,12 @@ class RequestBody(BaseModel):
             if cls._is_ignored(name, value):
                 ignored.append(name)
         keeps_others = cls.model_config.get("extra") == "allow"
-        taken = {
+        served = {
             name: value
             for name, value in data.items()
             if name in own or (keeps_others and value is not None and name not in foreign)
         }
-        try:
-            made = validate(taken)
-        except ValidationError as error:
-            unknown = [each["loc"] for each in error.errors() if each["type"] == _UNKNOWN_WORD]
-            if not unknown:
-                raise
-            made = validate(_without(taken, unknown))
-            ignored += [".".join(map(str, place)) for place in unknown]
-        made._ignored = tuple(ignored)
-        return made
+        return served, ignored
 
     @classmethod
     def _refusal(cls, name: str, value: Any, kind: str | PydanticCustomError) -> ValidationError:
@@ -234,17 +230,17 @@ class RequestBody(BaseModel):
 
     @classmethod
     @cache
-    def _fields(cls) -> tuple[list[str], dict[str, ForeignFields]]:
+    def _fields(cls) -> tuple[frozenset[str], dict[str, ForeignFields]]:
         """Return the names of the fields that are served, and the table's of those that are not."""
-        own = [field.alias or name for name, field in cls.model_fields.items()]
+        own = frozenset(field.alias or name for name, field in cls.model_fields.items())
         return own, {} if cls.place is None else foreign_fields(cls.place, own)
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema with the fields that are taken, the values that are taken of others,
-        and the rules."""
+        """Return the schema with the fields that are taken, and the values that are taken of
+        others."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
@@ -256,8 +252,6 @@ class RequestBody(BaseModel):
                 if fields.refused
                 else {"description": f"Taken, and means nothing: {fields.why}."}
             )
-        if cls.rules:
-            resolved["allOf"] = list(cls.rules)
         return schema
 
 
@@ -273,58 +267,63 @@ def _without(fields: dict[str, Any], places: Iterable[tuple[int | str, ...]]) ->
     }
 
 
-def ignored_paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of all fields and entries of a body that were left out."""
-    if isinstance(value, LeftOut):
-        yield path
-    elif isinstance(value, RequestBody):
-        yield from (_within(path, name) for name in value._ignored)
-        for name, field in type(value).model_fields.items():
-            yield from ignored_paths(getattr(value, name), _within(path, field.alias or name))
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            yield from ignored_paths(entry, _within(path, str(index)))
+def ignored_paths(body: RequestBody) -> list[str]:
+    """Return the paths of all fields and entries of a body that were left out."""
+    found: list[str] = []
+    pending: list[tuple[str, Any]] = [("", body)]
+    for path, value in pending:  # which grows by the bodies and lists within
+        entries: Iterable[tuple[object, Any]]
+        if isinstance(value, LeftOut):
+            found.append(path)
+            continue
+        if isinstance(value, list):
+            entries = enumerate(value)
+        else:
+            for name in value._ignored:
+                found.append(f"{path}.{name}" if path else name)
+            entries = value.__dict__.items()
+        for name, entry in entries:
+            if isinstance(entry, list | RequestBody | LeftOut):
+                pending.append((f"{path}.{name}" if path else str(name), entry))
+    return found
 
 
-def _within(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _check_ttl(text: str) -> str:
+    try:
+        ttl_seconds(text)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "ttl_format", "Input is wrong: {reason}", {"reason": str(error)}
+        ) from error
+    return text
 
 
-def exactly_one(*names: str) -> ConfigDict:
-    """Configure a request body of whose fields ``names`` one must be given: its schema says so.
-
-    The body's own validator is what refuses none and several, in the words of the route.
-    """
-    return ConfigDict(json_schema_extra={"oneOf": [is_given(name) for name in names]})
+MarkTtl = Annotated[Text, AfterValidator(_check_ttl)]
 
 
-def is_given(*names: str) -> dict[str, JsonValue]:
-    """Return a schema of objects that have all fields of these ``names``, none of them null."""
-    return {
-        "required": list(names),
-        "properties": {name: {"not": {"type": "null"}} for name in names},
-    }
+class CacheControl(RequestBody):
+    """Marks a text part as a chunk, in Anthropic's form; ``ttl`` is how long it lives from its last
+    use: "5m", "1h"."""
+
+    type: Literal["ephemeral"]
+    ttl: MarkTtl | None = None
 
 
-def where(fields: dict[str, JsonValue], then: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a schema that holds objects to ``then`` whose ``fields`` are there and are valid under
-    these schemas."""
-    return {"if": {"required": list(fields), "properties": fields}, "then": then}
+class PromptCacheBreakpoint(RequestBody):
+    """Marks a text part as a chunk, in OpenAI's form."""
+
+    mode: Literal["explicit"]
 
 
-def is_true(name: str) -> dict[str, JsonValue]:
-    """Return a schema of objects whose field ``name`` is true."""
-    return {"required": [name], "properties": {name: {"const": True}}}
+class MarkableBody(RequestBody):
+    """Base of parts that may be marked as chunks."""
 
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
-def has_entries(name: str, entry: JsonValue = True) -> dict[str, JsonValue]:
-    """Return a schema of objects whose field ``name`` is a list with an entry of this schema."""
-    entries: dict[str, JsonValue] = {"type": "array", "minItems": 1, "contains": entry}
-    return {"required": [name], "properties": {name: entries}}
-
-
-GIVEN: JsonValue = {"not": {"type": "null"}}
-NONEMPTY_LIST: JsonValue = {"type": "array", "minItems": 1}
+    def marks(self) -> dict[str, Any]:
+        """Return the marks that are given, by field."""
+        return self.model_dump(include=set(MARKS), exclude_none=True)
 
 
 class ResponseBody(BaseModel):

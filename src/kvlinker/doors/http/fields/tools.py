@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, JsonValue, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from kvlinker.base.errors import InvalidRequestError
@@ -15,14 +15,13 @@ from kvlinker.base.types.tools import Tool, ToolCall, parsed_arguments, shown_to
 from kvlinker.doors.http.fields.bodies import (
     JsonObject,
     LeftOut,
+    MarkableBody,
     RequestBody,
     ResponseBody,
     Text,
     by_type,
-    other_than,
 )
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.parts import MarkableBody
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
@@ -53,14 +52,13 @@ class ToolBody(MarkableBody):
         }
 
 
-def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
+def template_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
     """Return definitions as prompts are made of them."""
     return tuple(shown_tool(tool.tool()) for tool in tools or ())
 
 
 ToolOrOther = Annotated[
-    Annotated[ToolBody, Tag("<function>")]
-    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
+    Annotated[ToolBody, Tag("<function>")] | Annotated[LeftOut, Tag("<other>")],
     by_type("function", untyped="function"),
 ]
 """A function, or a tool that other servers run, which is left out."""
@@ -115,7 +113,7 @@ ToolChoiceBody = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedToolBody, Tag("<function>")]
     | Annotated[AllowedToolsBody, Tag("<allowed_tools>")]
-    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
+    | Annotated[LeftOut, Tag("<other>")],
     Discriminator(choice_kind),
 ]
 
@@ -124,24 +122,6 @@ def allowed_tools(mode: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the choice of tools with these names as chat requests have it."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-CALLS: JsonValue = {
-    "anyOf": [
-        {"const": "required"},
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
-            "required": ["type"],
-        },
-    ]
-}
-"""A schema of the choices that ask for a call."""
-
-
-def of_type(*types: str) -> JsonValue:
-    """Return a schema of entries of these types."""
-    return {"properties": {"type": {"enum": [*types]}}, "required": ["type"]}
 
 
 def _check_arguments(text: str) -> str:
@@ -153,8 +133,8 @@ def _check_arguments(text: str) -> str:
 
 
 class CalledFunctionBody(RequestBody):
-    """A function that was called, with its arguments as JSON, or the beginning of it where the call
-    was cut."""
+    """A function that was called, with its arguments as JSON. Where the call was cut, they are the
+    beginning of that."""
 
     name: FunctionName
     arguments: Annotated[
@@ -177,16 +157,16 @@ class ToolCallBody(RequestBody):
 
 
 class FunctionCall(ResponseBody):
-    """The function that the model calls; ``arguments`` is a JSON object, as text, or the beginning
-    of one where the answer was cut there."""
+    """The function that the model calls; ``arguments`` is a JSON object, as text. Where the answer
+    was cut, it is the beginning of one."""
 
     name: str
     arguments: str
 
 
 class ToolCallObject(ResponseBody):
-    """A call that the model asks for; its result comes back in a message of role ``tool`` with its
-    id."""
+    """A call that the model asks for. The client sends its result in a message of role ``tool``
+    with its id."""
 
     id: str
     type: Literal["function"]

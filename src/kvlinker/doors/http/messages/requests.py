@@ -3,71 +3,166 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
+from kvlinker.base.types.limits import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import (
+    CacheControl,
     JsonObject,
     LeftOut,
+    MarkableBody,
+    NonemptyText,
     RequestBody,
     Text,
     by_type,
-    has_entries,
-    other_than,
-    where,
 )
-from kvlinker.doors.http.fields.decoding import StopText
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.messages import unless_role
-from kvlinker.doors.http.fields.parts import CacheControl, MarkableBody, TextPart, shown
-from kvlinker.doors.http.fields.reasoning import Effort, ReasoningFields
-from kvlinker.doors.http.fields.sampling import (
-    ATTENTION_IS_EXPLAINED,
-    NOTHING_EXPLAINED,
+from kvlinker.doors.http.fields.generation import (
     CacheSalt,
+    Effort,
     LinkOptions,
+    ReasoningFields,
     RequestId,
+    StopText,
 )
+from kvlinker.doors.http.fields.prompts import ContextCachePart, Part, TextOr, TextPart, show_part
 from kvlinker.doors.http.fields.tools import FunctionName
-from kvlinker.doors.http.messages.blocks import (
-    Blocks,
-    DocumentBlock,
-    Texts,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    located,
-)
+from kvlinker.prompting.chat import document_parts
 
 BILLING_LINE = "x-anthropic-billing-header:"
 
 
-def _without(*types: str) -> dict[str, JsonValue]:
-    """Return a schema of messages that have no blocks of these types."""
-    return {
-        "properties": {
-            "content": {"items": {"properties": {"type": {"not": {"enum": list(types)}}}}}
-        }
-    }
+class TextBlock(TextPart):
+    """A text, as Anthropic's API names it."""
+
+    type: Literal["text"]
+
+
+Texts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
+"""A text, or texts and context caches, of which there may be none."""
+
+
+class ToolUseBlock(RequestBody):
+    """A call of the assistant's, earlier in the conversation."""
+
+    place: ClassVar[Place | None] = Place.TOOL_USE
+
+    type: Literal["tool_use"]
+    id: Text
+    name: FunctionName
+    input: JsonObject
+
+
+class ToolResultBlock(RequestBody):
+    """The result of a call. If ``is_error`` is true, the prompt shows it behind ``Error: ``. With
+    ``cache_control``, its texts without a mark of their own are chunks, too."""
+
+    place: ClassVar[Place | None] = Place.TOOL_RESULT
+
+    type: Literal["tool_result"]
+    tool_use_id: NonemptyText
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[Part]:
+        """Return the content as parts of a chat message."""
+        content = self.content or ""
+        parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        error = [TextPart(type="text", text="Error: ")] if self.is_error else []
+        return [*error, *map(self._marked, parts)]
+
+    def _marked(self, part: Part) -> Part:
+        """Return a part with the result's mark, unless it is marked itself."""
+        if self.cache_control is None or not isinstance(part, TextPart) or part.marks():
+            return part
+        return part.model_copy(update={"cache_control": self.cache_control})
+
+
+class ThinkingBlock(RequestBody):
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show
+    it."""
+
+    place: ClassVar[Place | None] = Place.THINKING
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class DocumentTextBody(RequestBody):
+    """Holds the text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: Text
+
+
+class Citations(RequestBody):
+    """Asks for citations of a document, which are not supported."""
+
+    place: ClassVar[Place | None] = Place.CITATIONS
+
+
+class DocumentBlock(RequestBody):
+    """A document, whose text becomes a chunk after its title."""
+
+    place: ClassVar[Place | None] = Place.DOCUMENT
+
+    type: Literal["document"]
+    source: DocumentTextBody
+    title: Text | None = None
+    citations: Citations | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart]:
+        """Return the document as parts of a chat message."""
+        mark = self.cache_control or CacheControl(type="ephemeral")
+        marked = TextPart(type="text", text=self.source.data, cache_control=mark)
+        return [
+            TextPart(type="text", text=part) if isinstance(part, str) else part
+            for part in document_parts(self.title or "", marked)
+        ]
+
+
+_TAGS = ("text", "context_cache", "tool_use", "tool_result", "thinking", "document")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ContextCachePart, Tag("<context_cache>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[LeftOut, Tag("<other>")],
+    by_type(*_TAGS),
+]
+
+Blocks = TextOr[Annotated[list[Block], Field(min_length=1, max_length=MOST_PARTS)]]
+
+
+def locate_blocks(content: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the blocks of a content, and their paths in the request."""
+    if isinstance(content, str):
+        yield TextPart(type="text", text=content), path
+        return
+    for index, block in enumerate(content):
+        yield block, f"{path}.{index}"
 
 
 class MessageParam(RequestBody):
-    """One turn of a conversation; turns of the same role that follow one another are one."""
-
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        unless_role("assistant", _without("tool_use", "thinking")),
-        unless_role("user", _without("tool_result")),
-    )
+    """One turn of a conversation. Turns of the same role that follow one another are read as
+    one."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
-    @model_validator(mode="after")
-    def _check_role(self) -> MessageParam:
+    def check(self) -> None:
         for block in () if isinstance(self.content, str) else self.content:
             role = {
                 ToolUseBlock: "assistant",
@@ -80,7 +175,6 @@ class MessageParam(RequestBody):
                     f" {self.role!r}.",
                     param="messages",
                 )
-        return self
 
 
 class MessageTool(MarkableBody):
@@ -109,8 +203,7 @@ class MessageTool(MarkableBody):
 MessageTools = Annotated[
     list[
         Annotated[
-            Annotated[MessageTool, Tag("<custom>")]
-            | Annotated[LeftOut, other_than("custom"), Tag("<other>")],
+            Annotated[MessageTool, Tag("<custom>")] | Annotated[LeftOut, Tag("<other>")],
             by_type("custom", untyped="custom"),
         ]
     ],
@@ -121,7 +214,8 @@ out."""
 
 
 class AnyToolChoice(RequestBody):
-    """Whether a tool is called: if the model likes, in any case, or not at all."""
+    """The choice of calls: ``auto`` lets the model choose, ``any`` asks for a call, and ``none``
+    forbids calls."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
@@ -146,46 +240,23 @@ _ToolChoice = Annotated[
 
 
 class OutputFormat(RequestBody):
-    """A JSON schema that the answer is to be valid under."""
+    """The JSON schema that the answer must be valid under."""
 
     type: Literal["json_schema"]
     schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer, and how much the model is to reason for it."""
+    """The form of the answer, and the effort of the model's reasoning."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
-
-
-def _where_choice(*types: str, entry: JsonValue = True) -> dict[str, JsonValue]:
-    """Return a schema by which choices of these types need a tool of the schema ``entry``."""
-    choice: JsonValue = {
-        "required": ["type"],
-        "properties": {"type": {"enum": [*types]}},
-        "type": "object",
-    }
-    return where({"tool_choice": choice}, has_entries("tools", entry))
-
-
-_TOOLS_ARE_THERE = (
-    _where_choice("auto"),
-    _where_choice(
-        "any", "tool", entry={"properties": {"type": {"enum": [None, "custom"]}}, "type": "object"}
-    ),
-)
 
 
 class CountTokensRequest(ReasoningFields):
     """A conversation whose tokens are to be counted."""
 
     place: ClassVar[Place | None] = Place.COUNT_TOKENS
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        *_TOOLS_ARE_THERE,
-        ATTENTION_IS_EXPLAINED,
-    )
-
     model: Text | None = None
     messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: Texts | None = None
@@ -216,7 +287,7 @@ class CountTokensRequest(ReasoningFields):
         made.values |= {name: getattr(self, name) for name in names}
         if self.system:
             made.add_message("system")
-            for part, origin in located(self.system, "system"):
+            for part, origin in locate_blocks(self.system, "system"):
                 if not _is_billing(part):
                     made.add_part(part, origin=origin)
         for index, message in enumerate(self.messages):
@@ -246,8 +317,6 @@ class MessagesRequest(CountTokensRequest):
     refused."""
 
     place: ClassVar[Place | None] = Place.MESSAGES
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (*_TOOLS_ARE_THERE, NOTHING_EXPLAINED)
-
     request_id: RequestId | None = None
     max_tokens: int = Field(ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -266,13 +335,13 @@ class MessagesRequest(CountTokensRequest):
 
 def _translate(message: MessageParam, made: Translation, path: str) -> None:
     """Add a message to the chat request: one, or several where results of calls are in it."""
-    for block, origin in located(message.content, f"{path}.content"):
+    for block, origin in locate_blocks(message.content, f"{path}.content"):
         if isinstance(block, ToolResultBlock):
             made.add_result(block.tool_use_id, origin=f"{origin}.tool_use_id")
             for part in block.parts():
                 made.add_part(part, origin=f"{origin}.content")
             continue
-        if isinstance(block, LeftOut) and shown(block) is None:
+        if isinstance(block, LeftOut) and show_part(block) is None:
             continue
         _begin_turn(message.role, made)
         match block:

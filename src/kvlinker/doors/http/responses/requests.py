@@ -1,48 +1,182 @@
-"""The request body of /v1/responses, and its translation to a chat request."""
+"""The request body of /v1/responses with its items, and its translation to a chat request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, Tag
 
-from kvlinker.base.types.limits import MOST_MESSAGES, MOST_TOOLS
+from kvlinker.base.types.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import (
     OR_LEFT_OUT,
     JsonObject,
     LeftOut,
+    MarkableBody,
     Metadata,
     NonemptyText,
     RequestBody,
     Text,
     by_type,
-    has_entries,
-    other_than,
-    where,
 )
-from kvlinker.doors.http.fields.decoding import DecodingFields
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.fields.parts import MarkableBody, TextOr
-from kvlinker.doors.http.fields.reasoning import ReasoningBody, ReasoningFields, Verbosity
-from kvlinker.doors.http.fields.sampling import (
-    NOTHING_EXPLAINED,
+from kvlinker.doors.http.fields.generation import (
     CacheSalt,
+    DecodingFields,
     LinkOptions,
+    ReasoningBody,
+    ReasoningFields,
     RequestId,
     ServiceTier,
     StreamOptions,
+    Verbosity,
 )
+from kvlinker.doors.http.fields.prompts import TextOr, TextOrParts
 from kvlinker.doors.http.fields.tools import (
-    CALLS,
     FunctionName,
     allowed_tools,
     choice_kind,
-    of_type,
 )
-from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
+
+
+class MessageItem(RequestBody):
+    """One turn of a conversation."""
+
+    place: ClassVar[Place | None] = Place.MESSAGE_ITEM
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: TextOrParts
+
+
+class FunctionCallItem(RequestBody):
+    """A call of the assistant's, earlier in the conversation."""
+
+    place: ClassVar[Place | None] = Place.CALL_ITEM
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: FunctionName
+    arguments: Text
+
+
+class FunctionCallOutputItem(RequestBody):
+    """The result of a call."""
+
+    place: ClassVar[Place | None] = Place.RESULT_ITEM
+
+    type: Literal["function_call_output"]
+    call_id: NonemptyText
+    output: TextOrParts
+
+
+class ReasoningText(RequestBody):
+    """Holds a piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(RequestBody):
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show
+    it."""
+
+    place: ClassVar[Place | None] = Place.REASONING_ITEM
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = Field(default=None, max_length=MOST_PARTS)
+
+
+class CustomCallItem(RequestBody):
+    """A call of a tool that takes a text, earlier in the conversation."""
+
+    place: ClassVar[Place | None] = Place.CALL_ITEM
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: FunctionName
+    input: Text
+
+
+class CustomCallOutputItem(FunctionCallOutputItem):
+    """The result of a call of a tool that takes a text."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+
+
+class ItemReference(RequestBody):
+    """Stands for an item of a kept answer, by its id."""
+
+    type: Literal["item_reference"]
+    id: NonemptyText
+
+
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CustomCallOutputItem, Tag("<custom_tool_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")]
+    | Annotated[LeftOut, Tag("<other>")],
+    by_type(*_KINDS, untyped="message"),
+]
+
+
+def add_items(items: Sequence[Item], made: Translation, *, origin_of: Callable[[int], str]) -> None:
+    """Add the messages that items stand for to a chat request: reasoning, text and calls of the
+    assistant's that follow one another are one message. ``origin_of`` gives the path that an item
+    comes from, by its index."""
+    for index, item in enumerate(items):
+        origin = origin_of(index)
+        match item:
+            case ReasoningItem():
+                _begin_turn(made)
+                made.add_reasoning("".join(part.text for part in item.content or ()))
+            case FunctionCallItem():
+                if not _speaks(made):
+                    made.add_message("assistant")
+                made.add_call(item.call_id, item.name, item.arguments, origin=origin)
+            case CustomCallItem():
+                if not _speaks(made):
+                    made.add_message("assistant")
+                arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+                made.add_call(item.call_id, item.name, arguments, origin=origin)
+            case FunctionCallOutputItem():
+                made.add_result(item.call_id, origin=f"{origin}.call_id")
+                made.add_content(item.output, origin=f"{origin}.output")
+            case MessageItem(role="assistant"):
+                _begin_turn(made)
+                made.add_content(item.content, origin=f"{origin}.content")
+            case MessageItem():
+                made.add_message(item.role)
+                made.add_content(item.content, origin=f"{origin}.content")
+
+
+def _begin_turn(made: Translation) -> None:
+    """Begin a message of the assistant's, unless the last one has reasoning alone."""
+    if not _speaks(made) or made.last["content"] or "tool_calls" in made.last:
+        made.add_message("assistant")
+
+
+def _speaks(made: Translation) -> bool:
+    """Return whether the assistant has spoken last."""
+    return bool(made.values["messages"]) and made.last["role"] == "assistant"
 
 
 class ResponseTool(MarkableBody):
@@ -60,14 +194,13 @@ class ResponseTool(MarkableBody):
 
 
 FunctionOrOther = Annotated[
-    Annotated[ResponseTool, Tag("<function>")]
-    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
+    Annotated[ResponseTool, Tag("<function>")] | Annotated[LeftOut, Tag("<other>")],
     by_type("function"),
 ]
 
 
 class NamespaceTool(RequestBody):
-    """Functions under a common name, which calls of them repeat; other tools in it are left out."""
+    """Functions under a common name, which calls of them repeat. Other tools in it are left out."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -94,14 +227,14 @@ _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedFunction, Tag("<function>")]
     | Annotated[AllowedFunctions, Tag("<allowed_tools>")]
-    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
+    | Annotated[LeftOut, Tag("<other>")],
     Discriminator(choice_kind),
 ]
 
 _Tool = Annotated[
     Annotated[ResponseTool, Tag("<function>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[LeftOut, other_than("function", "namespace"), Tag("<other>")],
+    | Annotated[LeftOut, Tag("<other>")],
     by_type("function", "namespace"),
 ]
 """A function, functions of a namespace, or a tool that other servers run, which is left out."""
@@ -136,7 +269,7 @@ _Format = Annotated[
 
 
 class TextBody(RequestBody):
-    """The form of the answer, and how long it is to be."""
+    """The form of the answer, and its length."""
 
     verbosity: Verbosity | None = None
     format: _Format | None = None
@@ -149,15 +282,10 @@ Included = Annotated[
 
 
 class ResponsesRequest(ReasoningFields, DecodingFields):
-    """A conversation to answer: all of it, or what follows on ``previous_response_id``, whose
-    instructions do not count any more. With ``store`` false, nothing of it is kept."""
+    """A conversation to answer: all of it, or its continuation after ``previous_response_id``,
+    whose instructions do not count any more. With ``store`` false, nothing of it is kept."""
 
     place: ClassVar[Place | None] = Place.RESPONSES
-
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        where({"tool_choice": CALLS}, has_entries("tools", of_type("function"))),
-        NOTHING_EXPLAINED,
-    )
 
     model: Text | None = None
     input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
@@ -184,7 +312,7 @@ class ResponsesRequest(ReasoningFields, DecodingFields):
         """True if the answer is to have the log probabilities of its text's tokens."""
         return "message.output_text.logprobs" in (self.include or ())
 
-    def told_sampling(self) -> dict[str, Any]:
+    def sampling_settings(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that answers repeat, as far as they are given."""
         return {
             name: value
