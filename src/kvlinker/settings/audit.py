@@ -65,8 +65,8 @@ class AuditSettings(BaseSettings):
     require_certificate: bool = Field(
         default=False,
         description=(
-            "Answer only under policies that kvlinker certify has certified with this model, and"
-            " full."
+            "Answer only under policies that kvlinker-lab certify has certified with this model,"
+            " and full."
         ),
     )
     quality_per_tenant: bool = Field(

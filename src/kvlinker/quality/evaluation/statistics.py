@@ -12,7 +12,10 @@ from kvlinker.quality.libraries import bench_library
 from kvlinker.service.audit.statistics import Interval
 
 LEVEL = 0.95
+"""The confidence level of all intervals."""
+
 MEAN_RESAMPLES = 2000
+"""The resamples of the bootstrap of a mean. Chosen by hand."""
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
