@@ -27,7 +27,6 @@ TOGETHER = ("tests/doors/page", "lab/tests/training")
 WHOLE = (
     "integrations/kvlinker-fleet/tests",
     "lab/tests",
-    "tests/cli/test_advise.py",
     "tests/cli/test_search.py",
     "tests/doors/http/test_building.py",
     "tests/doors/http/test_embeddings.py",

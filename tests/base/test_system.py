@@ -36,7 +36,7 @@ HOMES = {
     "kvlinker.base.threads": {"getloadavg"},
     "kvlinker.base.machine": {"sched_getaffinity"},
     # It says that it needs Linux.
-    "kvlinker.quality.bench.harness.files": {"posix_fadvise"},
+    "kvlinker.quality.bench.harness.measurement": {"posix_fadvise"},
     # Ray Serve's fleets are for Linux.
     "kvlinker_fleet.ray_serve.cluster": {"O_NONBLOCK", "mkfifo"},
 }

@@ -171,7 +171,7 @@ import contextlib, io, sys
 from kvlinker.cli import app
 from kvlinker.quality.bench.harness.benchmark import declared_benchmarks
 benchmarks = [f"bench {name}" for name in declared_benchmarks()]
-for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "bench", *benchmarks):
+for command in ("", "serve", "ingest", "caches ls", "calibrate", "bench", *benchmarks):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         app([*command.split(), "--help"])
     assert "Usage" in shown.getvalue()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvlinker_fleet.kv_events import KVEvents
 
 MOST_CONNECTIONS = 1000
+"""The most idle connections to replicas that are kept. Chosen by hand."""
+
 IDLE_SECONDS = 2.0
 """The seconds after which an idle connection is closed: before the server does so."""
 

@@ -26,6 +26,8 @@ PRELOAD_SECONDS = 30.0
 """The seconds that it has for that; then it gets requests in any case."""
 
 POLL_SECONDS = 1.0
+"""The seconds between two polls of a server."""
+
 ANSWER_SECONDS = 5.0
 """The seconds after which a server that does not answer a poll gets no more requests."""
 
@@ -270,8 +272,8 @@ class Backends:
         return "ready", None
 
     async def _preload(self, backend: Backend) -> None:
-        """Have a server that joins, or was restarted, read the most wanted chunks into memory;
-        unless no other is ready: then it is needed at once."""
+        """Ask a server that joins, or was restarted, to read the most wanted chunks into memory.
+        Where no other server is ready, requests need it at once, and it is not asked."""
         hottest = self._router.hottest(MOST_PRELOADED)
         others = (each for each in self._router.replicas.values() if each.id != backend.id)
         if backend.role == "build" or not hottest or not any(each.ready for each in others):

@@ -129,7 +129,7 @@ class Proxy:
     async def _route(
         self, request: Request, body: bytes, tenant: str, prompt: PromptOutline, send: Send
     ) -> None:
-        """Have a request answered by the first replica that can."""
+        """Pass a request on to replicas, until one answers."""
         tried: Counter[str] = Counter()
         builds = request.method == "POST" and request.url.path in _BUILDING
         while tried.total() < MOST_TRIES:

@@ -28,6 +28,7 @@ MOST_NAMES = 4_000_000
 """The most names of chunks that are remembered."""
 
 _REPLICA_BITS = 20
+"""The bits of a replica's number in a packed place; the tier's number is above them."""
 
 Numbers = NDArray[np.int64]
 

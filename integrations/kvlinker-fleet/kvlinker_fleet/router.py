@@ -19,9 +19,9 @@ MISS_WEIGHT = 2.5
 is loaded on another replica is loaded there again and again, and displaces other chunks."""
 
 SATURATION = 0.5
-"""A wait counts in full where all others are idle, and half as much where those have a mean wait of
-so many times what computing the whole prompt takes. Where all replicas are overloaded, having the
-chunks decides, which is what ends the overload."""
+"""The mean wait of all other replicas, in times that the whole prompt takes to compute, at which a
+wait counts half as much as where they are idle. Where all replicas are overloaded, having the
+chunks decides, which ends the overload. Chosen by simulation (`kvlinker-lab fleet`)."""
 
 FIRST_SECONDS = 0.05
 """The expected time of a request until some were measured, beyond computing missing chunks."""
@@ -49,9 +49,9 @@ _CHANCE_SECONDS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and why. ``expected``: seconds of loading and computing chunks that are
-    not in memory there, and ``wait`` those before. Of the ``chunks``, so many are ``resident``
-    there, and so many can be loaded."""
+    """The replica of a request, with the reasons. ``expected`` are the seconds of loading and
+    computing chunks that are not in memory there, and ``wait`` the seconds before. Of the
+    ``chunks``, ``resident`` are in memory there, and ``loaded`` can be loaded."""
 
     request: int
     replica: str
@@ -80,7 +80,7 @@ class Replica:
     waiting: int = 0
 
     chunks: int = 0
-    """Those in its memory."""
+    """The number of chunks in its memory."""
 
     counted: int = 0
     """This router's requests that the next report may count: under way when it was asked for, or
@@ -232,7 +232,7 @@ class Router:
         return decision
 
     def began(self, decision: Decision, seconds: float) -> None:
-        """Note that a request has its first byte, so many seconds after it was sent."""
+        """Note that a request has its first byte, ``seconds`` after it was sent."""
         pending = self._settle(decision)
         if pending is not None:
             self._slowdown.note(pending.answers, decision.wait + pending.seconds, seconds)
@@ -296,8 +296,8 @@ class Slowdown:
         self._covariance = 0.0
 
     def note(self, answers: int, expected: float, seconds: float) -> None:
-        """Note that a request had its first byte after so many seconds of so many expected, while
-        so many answers were under way."""
+        """Note that a request had its first byte after ``seconds``, where ``expected`` were
+        predicted, with ``answers`` under way."""
         self._requests += 1
         more = answers - self._answers
         late = min(MOST_ERROR, seconds / expected - 1) - self._error

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def end_with_parent() -> None:
-    """Have vLLM's engine core and its workers end when the server that started them has gone.
+    """End vLLM's engine core and its workers when the server that started them has ended.
 
     After ``kill -9``, or a signal while the engine starts, the engine core would otherwise go on,
     and keep its memory from the next server. Does nothing in other processes, nor when called

@@ -54,7 +54,7 @@ class Session:
     """The share of each text's length that is kept."""
 
     def text(self, name: str, length: int) -> str:
-        """Return the text of this name, of about so many characters."""
+        """Return the text of this name, of about ``length`` characters."""
         return prose(name, max(LEAST_CHARACTERS, round(self.scale * length)))
 
     def results(self) -> list[tuple[str, str]]:
@@ -492,7 +492,7 @@ AGENTS: Mapping[str, Callable[[Session], Request]] = {
     "qwen-code": qwen_code,
     "aider": aider,
 }
-"""What makes each agent's requests, by its name."""
+"""The functions that make agents' requests, by the agent's name."""
 
 TURNS = 6
 """The calls of tools in whose midst a result is edited."""

@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 SLO = 2.0
-"""A first token is slow that takes so many times the idle median of the marks."""
+"""The limit of a slow first token, in idle medians of the policy with marks. Chosen by hand."""
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

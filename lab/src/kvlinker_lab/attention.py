@@ -31,7 +31,11 @@ from kvlinker.quality.progress import Progress, silent
 from kvlinker_lab.products import doubts
 
 KV_HEADS = 8
+"""The heads of keys and values in a layer, as Llama 3 8B has them."""
+
 KEYS = 4096
+"""The tokens that each request attends to: eight chunks of 512."""
+
 SEGMENTS = (1, 8)
 """In how many segments the keys lie: of 4096 and of 512."""
 
@@ -46,8 +50,8 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one layer computes: requests that all see the same segments, each in an order of its
-    own, with so many queries each."""
+    """The work of one layer: ``requests`` that all see the same segments, each in an order of its
+    own, with ``queries`` each."""
 
     requests: int
     queries: int
@@ -68,7 +72,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Of a layer's keys and values in bf16."""
+        """The size of a layer's keys and values in bf16."""
         return 2 * 2 * KV_HEADS * KEYS * self.dim
 
     def views(self) -> Iterator[View]:
@@ -81,7 +85,7 @@ class Case:
                 yield View(segment, rows, start, start, 0, tokens)
 
     def layers(self, mib: int, dtype: torch.dtype) -> list[list[KeyValue]]:
-        """Return segments of as many layers as have so many ``mib``."""
+        """Return the segments of layers that together have ``mib`` MiB of keys and values."""
         shape = KV_HEADS, KEYS // self.segments, self.dim
         count = max(1, (mib << 20) // (self.bytes // 2 * dtype.itemsize))
         return [
@@ -173,8 +177,8 @@ def run_attention(
 def _attending(
     case: Case, kernel: AttentionKernel, dtype: torch.dtype, mib: int, most: int
 ) -> tuple[Callable[[], object], int]:
-    """Return what computes some of the layers, at most so many, and others the next time; and how
-    many it computes."""
+    """Return a function that computes at most ``most`` of the layers, the following ones with each
+    call, and the number of layers of a call."""
     layers = case.layers(mib, dtype)
     count = min(most, len(layers))
     turns = cycle(layers)

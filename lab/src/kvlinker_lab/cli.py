@@ -7,6 +7,8 @@ from typing import ClassVar
 import typer
 
 from kvlinker.cli.bench.command import BenchmarkGroup
+from kvlinker_lab.advice.command import advise
+from kvlinker_lab.certification.command import certify
 from kvlinker_lab.figures.command import figure
 from kvlinker_lab.gpu.command import gpu
 from kvlinker_lab.models.command import models
@@ -30,10 +32,13 @@ app = typer.Typer(
 
 @app.callback()
 def main() -> None:
-    """Measure what only researchers need: the papers' figures, peers, long runs under load, and
-    parts alone."""
+    """Measure servers under load, certify policies, choose tiers, reproduce the papers' figures.
+
+    Other commands compare engines, run for long, or measure single parts."""
 
 
+app.command()(advise)
+app.command()(certify)
 app.command()(figure)
 app.command()(gpu)
 app.command()(models)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 COLUMNS = ("case", "way", "policy", "seconds", "ratio_to_reuse")
 QUESTION_TOKENS = 32
+"""The tokens of a question in a turn. Chosen by hand."""
+
 SPARE_SLOTS = 1024
+"""The KV slots beyond those of the prompts, for answers."""
 
 
 @benchmark("conversation")

@@ -20,7 +20,6 @@ from kvlinker.quality.bench.harness.report import (
     save_figure,
     versions,
 )
-from kvlinker.quality.bench.load.servers import model_to_serve
 from kvlinker.quality.progress import Progress, silent
 from kvlinker_lab.fleet.live import FORMS, run_live
 from kvlinker_lab.fleet.others import Approximate, BoundedHash, DualMap, LlmdPrefix, RayPrefix
@@ -28,6 +27,7 @@ from kvlinker_lab.fleet.replicas import Costs, Fleet
 from kvlinker_lab.fleet.rules import LeastLoaded, Resident, RoundRobin, Rule
 from kvlinker_lab.fleet.simulation import Event, Simulation
 from kvlinker_lab.fleet.traffic import CHUNKS, ORDERS, TOPIC, prompts
+from kvlinker_lab.load.servers import model_to_serve
 
 RULES: Mapping[str, Callable[[Fleet, Costs, int], Rule]] = {
     "round_robin": RoundRobin,

@@ -32,6 +32,7 @@ OWNER, STRANGER = "owner-key", "stranger-key"
 CACHES = "/v1/context_caches"
 CHAT = "/v1/chat/completions"
 WARM_UP = 10
+"""The look-ups before those that count."""
 
 
 @dataclass(frozen=True, slots=True)

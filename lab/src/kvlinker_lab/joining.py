@@ -46,7 +46,7 @@ class Template:
 
     name: str
     text: str
-    """Has ``{context}`` in the passages' place and ``{question}`` in the question's."""
+    """The text, with ``{context}`` in the passages' place and ``{question}`` in the question's."""
 
     between: str = "\n\n"
     """Stands between two passages."""
@@ -94,13 +94,14 @@ def _framework_template(name: str) -> str:
 
 
 class Recognised(NamedTuple):
-    """What was marked in a joined text, in characters but for ``whole``."""
+    """The marks in a joined text, compared with its passages. Counts are characters, except
+    ``whole``."""
 
     passages: int
     """All characters of passages."""
 
     inside: int
-    """Those of them that were marked."""
+    """Characters of passages that were marked."""
 
     outside: int
     """Characters that were marked and are in no passage."""
@@ -110,7 +111,7 @@ class Recognised(NamedTuple):
 
 
 def recognise(recognizer: Recognizer, joined: JoinedPrompt, *, tenant: str) -> Recognised:
-    """Have a text read, and compare what is marked with the passages in it."""
+    """Recognise the passages of a text, and compare the marks with the passages in it."""
     text = PromptText(joined.text, TokenPlaces(np.arange(0), np.arange(0)))
     found = recognizer.read([text], tenant=tenant)
     marks = [(passage.begin, passage.end) for passage in found.chunks]

@@ -45,6 +45,8 @@ COLUMNS = ("policy", "context_tokens", "kv_mb", "own_kv_mb", "peak_mb", "ratio_t
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _SPARE_SLOTS = 2048
+"""The KV slots beyond those of the prompts, for answers."""
+
 _TOKENS = 4
 """Tokens of the answer: while it decodes, the slots that it holds can be counted."""
 
@@ -76,12 +78,11 @@ def run_memory(
     *,
     progress: Progress = silent,
 ) -> Report:
-    """Measure how far the process's memory rises above what it was just before a request, for each
-    policy.
+    """Measure how far the process's memory rises during a request, for each policy.
 
-    A fresh pool's pages count from their first use, so the rise is the KV of the request's own,
-    ``own_kv_mb`` (that of cached chunks is shared with whoever uses them), and whatever else it
-    takes.
+    A fresh pool's pages count from their first use. The rise is therefore the KV of the request's
+    own, ``own_kv_mb``, and everything else that it allocates. The KV of cached chunks is shared
+    with other requests, and not counted.
     """
     if not _CLEAR_REFS.exists():
         raise InvalidRequestError(

@@ -33,6 +33,8 @@ COLUMNS = (
     "prefill_s",
 )
 NEIGHBOUR_TOKENS = 64
+"""The tokens of the neighbour's prompt."""
+
 IDLE_TOKENS = 24
 """The tokens that the neighbour decodes alone before each prompt."""
 
@@ -94,7 +96,7 @@ def _raise_failure(event: GenerationEvent) -> None:
 
 
 def _row(llm: LLM, length: int, most_tokens: int) -> Row:
-    """Let a neighbour decode alone, then beside a prompt of so many tokens."""
+    """Let a neighbour decode alone, then beside a prompt of ``length`` tokens."""
     warm_up, own, prompt = (
         Workload(0, 1, tokens).prompt(256, seed=seed)
         for seed, tokens in enumerate((WARM_UP_TOKENS, NEIGHBOUR_TOKENS, length))

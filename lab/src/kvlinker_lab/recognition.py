@@ -55,7 +55,10 @@ COLUMNS = (
     "kl",
 )
 MOST_KNOWN = 100_000
+"""The most passages that the store knows, more than any data set has."""
+
 LIFE_SECONDS = 24 * 3600.0
+"""The time to live of a known passage: a day, longer than any run."""
 
 
 @benchmark("recognition")
@@ -87,10 +90,10 @@ def recognition(
     limit: Annotated[int, typer.Option(min=1, help="Most questions of each data set.")] = 50,
     chunk_tokens: ChunkTokens = 512,
 ) -> Report:
-    """Measure what implicit=auto recognises of joined passages, and what answers lose by tokens
-    that are cut at the seams of marked ones.
+    """Measure which joined passages implicit=auto recognises, and how far tokens that are cut at
+    the seams of marked passages change answers.
 
-    Both answers are computed in full, so that nothing but the tokens at the seams differs.
+    Both answers are computed in full, so that the tokens at the seams are the only difference.
     """
     subject = setup.subject(limit=limit)
     templates = [find_template(name) for name in dict.fromkeys(template or ("plain",))]
@@ -266,7 +269,7 @@ def _marked(joined: JoinedPrompt) -> list[str | dict[str, object]]:
 
 
 def _enter(llm: LLM, passages: Sequence[str]) -> None:
-    """Have the passages be known, without computing any KV."""
+    """Enter the passages as known chunks, without computing any KV."""
     for passage in passages:
         chunk = llm.builder.encode_chunk(passage.strip())
         llm.caches.creation.enter_implicit({chunk: LIFE_SECONDS}, owner=DEFAULT_TENANT, kept=())

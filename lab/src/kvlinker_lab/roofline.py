@@ -16,6 +16,8 @@ from kvlinker.quality.bench.harness.benchmark import (
 from kvlinker.quality.bench.harness.report import Report, Row
 
 VALUE_BYTES = 2
+"""The bytes of a number in bf16."""
+
 COMPUTED = 0.5
 """The share of a GPU's peak that matrix products reach."""
 
@@ -55,7 +57,7 @@ class ModelShape:
 
     @property
     def products(self) -> int:
-        """The weights that each token is multiplied by, but for the head's."""
+        """The weights that each token is multiplied by, without the head's."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.ffn)
 
@@ -65,15 +67,15 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * VALUE_BYTES
 
     def operations(self, tokens: int, pairs: float) -> float:
-        """The floating point operations of a pass that computes ``tokens``, of which one has
-        logits, with so many ``pairs`` of query and key."""
+        """The floating point operations of a pass that computes ``tokens``, one of them with
+        logits, over ``pairs`` of query and key."""
         head = 2 * self.hidden * self.vocabulary
         return (
             2 * self.products * tokens + 4 * self.layers * self.heads * self.head_dim * pairs + head
         )
 
     def bytes_read(self, keys: int) -> float:
-        """The bytes that a pass reads at least: weights, and the KV of so many ``keys``, once."""
+        """The least bytes that a pass reads: all weights, and the KV of ``keys`` tokens, once."""
         weights = self.products + self.hidden * self.vocabulary
         return self.weight_bytes * weights + self.kv_bytes * keys
 
@@ -108,7 +110,7 @@ CASES = (("8b", "H100"), ("8b, 4 bits", "laptop"), ("70b", "4 H100"))
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one forward pass computes: tokens, and pairs of query and key."""
+    """The work of one forward pass: its tokens, and its pairs of query and key."""
 
     tokens: int
     pairs: float
@@ -145,8 +147,8 @@ def predict(
     model: ModelShape, gpu: GPU, chunks: int, chunk_tokens: int, fresh_tokens: int
 ) -> Iterator[Row]:
     """Yield a row for each policy. A pass takes as long as computing or reading, whichever is
-    longer. Copying comes before the first one, or, where that hides copies, beside it, but for the
-    layers that are copied first."""
+    longer. Chunks are copied before the first pass. Where that pass hides copies, only the layers
+    that are copied first come before it."""
     cached = chunks * chunk_tokens
     read = model.bytes_read(cached + fresh_tokens)
     full: float | None = None

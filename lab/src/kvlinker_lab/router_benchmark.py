@@ -17,7 +17,10 @@ from kvlinker_fleet.naming import PromptOutline, WantedChunk
 from kvlinker_fleet.router import Router
 
 TOKENS = 512
+"""The tokens of a chunk."""
+
 SECONDS_PER_TOKEN = 17e-6
+"""The reported seconds to compute a token."""
 
 UNDER_WAY = 1000
 """The requests that are answered at a time."""

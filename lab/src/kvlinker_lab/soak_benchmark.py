@@ -24,7 +24,7 @@ from kvlinker.quality.bench.harness.report import (
     save_figure,
     versions,
 )
-from kvlinker.quality.bench.load.servers import kvlinker_server, model_to_serve
+from kvlinker_lab.load.servers import kvlinker_server, model_to_serve
 from kvlinker_lab.soak.plan import SoakPlan
 from kvlinker_lab.soak.run import run_soak
 

@@ -12,6 +12,7 @@ from kvlinker.quality.libraries import bench_library
 from kvlinker.service.audit.statistics import Interval
 
 CORRELATION_RESAMPLES = 500
+"""The resamples of the bootstrap of a correlation. Chosen by hand."""
 
 
 def spearman(first: ArrayLike, second: ArrayLike) -> float | None:

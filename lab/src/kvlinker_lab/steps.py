@@ -52,8 +52,8 @@ def run_steps(
     context_tokens: int = 512,
     steps: int = 24,
 ) -> Report:
-    """Compute steps of so many requests by the modules, in native code, and with native code left
-    out, in turn; rows are medians of ``steps`` steps.
+    """Compute steps of ``batches`` requests by the modules, in native code, and with native code
+    left out, in turn; rows are medians of ``steps`` steps.
 
     Raises InvalidRequestError for a model whose steps native code does not compute.
     """

@@ -42,6 +42,7 @@ OFFERED = 5
 """The tools that each request offers."""
 
 ANSWER_TOKENS = 96
+"""The most tokens of an answer, in which any of the calls fits."""
 
 CITIES = ("Lisbon", "Oslo", "Nairobi", "Quito", "Hanoi", "Tallinn", "Perth", "Fez", "Bergen")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -58,7 +59,7 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, str]
-    """What each parameter means, by its name."""
+    """The meaning of each parameter, by its name."""
     request: str
     """With the parameters' names in braces, where their values stand."""
     values: Mapping[str, Sequence[str]]
@@ -276,7 +277,7 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Task:
-    """What a user asks, and the call that it needs."""
+    """The request of a user, and the call that it needs."""
 
     messages: Sequence[Json]
     tools: Sequence[Json]
@@ -285,7 +286,8 @@ class Task:
 
 
 def tasks(count: int, offered: int = OFFERED) -> Iterator[Task]:
-    """Yield so many tasks. Each has a system prompt and an order of so many tools of its own."""
+    """Yield ``count`` tasks. Each has a system prompt and an order of ``offered`` tools of its
+    own."""
     for number in range(count):
         rng = random.Random(number)
         needed = TOOLS[number % len(TOOLS)]

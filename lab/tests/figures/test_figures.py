@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvlinker.llm import LLM
-from kvlinker.quality.bench.load.run import Competitor, LoadPlan, LoadReport, Start, run_load
-from kvlinker.quality.bench.load.servers import Server
 from kvlinker.settings import Settings, load_settings
 from kvlinker_lab.figures import serving
 from kvlinker_lab.figures.figure import find_figure, known_figures
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.page import write_figure
+from kvlinker_lab.load.run import Competitor, LoadPlan, LoadReport, Start, run_load
+from kvlinker_lab.load.servers import Server
 from kvlinker_lab.serving import served
 
 EXAMPLES = 2  # of different kinds, so that findings tell kinds apart

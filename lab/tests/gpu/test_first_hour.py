@@ -74,7 +74,7 @@ def test_a_report_has_every_step_and_its_figures():
         Outcome(
             "ttft", "done", 12.0, "kvlinker bench ttft", "", [{"policy": "full", "ms": 600.123}]
         ),
-        Outcome("load", "failed", 3.0, "kvlinker bench load", "no such kernel"),
+        Outcome("load", "failed", 3.0, "kvlinker-lab load", "no such kernel"),
     ]
     told = command.report({"processor": "some"}, outcomes, {"ttft": "1-ttft.svg"})
     assert "| ttft | done | 12 |" in told

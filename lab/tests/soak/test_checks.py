@@ -8,7 +8,7 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.engines.contract.limits import engine_closed
-from kvlinker.quality.bench.load.driver import (
+from kvlinker_lab.load.driver import (
     BROKEN_OFF,
     CONNECTION,
     ERROR,

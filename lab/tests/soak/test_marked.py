@@ -1,8 +1,9 @@
 """Documents as marked texts."""
 
-from kvlinker.quality.bench.load.prompts import write_request
+from lab.tests.load.test_prompts import CONVERSATION, TEXTS
+
+from kvlinker_lab.load.prompts import write_request
 from kvlinker_lab.soak.marked import MarkedDocuments
-from tests.quality.bench.load.test_prompts import CONVERSATION, TEXTS
 
 
 def test_documents_as_marked_texts() -> None:

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.quality.bench.harness.report import ReportCheck
-from kvlinker.quality.bench.load.endpoint import ServerFailedError
-from kvlinker.quality.bench.load.servers import Server
 from kvlinker_lab import soak_benchmark
 from kvlinker_lab.cli import app
+from kvlinker_lab.load.endpoint import ServerFailedError
+from kvlinker_lab.load.servers import Server
 from kvlinker_lab.soak.clients import Tally
 from kvlinker_lab.soak.plan import SoakPlan
 from kvlinker_lab.soak.readings import Figures

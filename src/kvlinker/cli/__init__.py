@@ -32,10 +32,8 @@ class Commands(ModuleGroup):
         "search": "kvlinker.cli.documents.search:search",
         "ask": "kvlinker.cli.documents.search:ask",
         "check": "kvlinker.cli.linking:check",
-        "certify": "kvlinker.cli.certify:certify",
         "policies": "kvlinker.cli.linking:policies",
         "calibrate": "kvlinker.cli.linking:calibrate",
-        "advise": "kvlinker.cli.advise:advise",
         "caches": "kvlinker.cli.caches:app",
         "bench": "kvlinker.cli.bench:app",
         **{

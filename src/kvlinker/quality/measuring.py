@@ -38,6 +38,8 @@ QUESTIONS = 8
 set ``reader``."""
 
 LEAST_QUESTIONS = 2
+"""The fewest questions of each kind, also on a slow machine."""
+
 SECONDS = 600.0
 """The seconds for which there may be more than the least."""
 
@@ -45,6 +47,8 @@ TOKENS_PER_QUESTION = 45_000
 """About the tokens that are computed for a question of each kind, most of them in rows."""
 
 ANSWER_TOKENS = 24
+"""The most tokens of an answer that are compared. Chosen by hand."""
+
 TOP = 100
 """The most likely tokens of each distribution that are compared; all others count as one."""
 
@@ -60,8 +64,8 @@ POLL_SECONDS = 0.5
 
 @contextmanager
 def measuring(llm: LLM) -> Iterator[None]:
-    """Have the policies of ``auto`` measured in a thread, by the embedded engine, unless that was
-    done before; behind the context it stops with what it is at."""
+    """Measure the policies of ``auto`` in a thread, by the embedded engine, unless they were
+    measured before. At the end of the context, the current request is the last one."""
     auto = llm.policy_manager.auto
     if llm.settings.engine != "embedded" or auto is None or auto.figures:
         yield
@@ -97,8 +101,8 @@ def affordable_questions(llm: LLM) -> int:
 
 
 def _wait_for_idle(llm: LLM, closing: threading.Event, seconds: float = 0.0) -> None:
-    """Wait until the engine has had nothing to do for so many seconds. Raises EngineClosedError
-    once ``closing``."""
+    """Wait until the engine has been idle for ``seconds``. Raises EngineClosedError once
+    ``closing`` is set."""
     idle_since: float | None = None
     while not closing.is_set():
         load, now = llm.engine.current_load(), time.monotonic()
@@ -120,12 +124,12 @@ def measure_policies(
     wait: Callable[[], None] = lambda: None,
 ) -> list[PolicyFigures]:
     """Measure how far answers under the ``policies`` are from those of the full computation, each
-    token behind those that the full computation gave.
+    token behind the tokens that the full computation gave.
 
-    So many ``questions`` of each kind are asked; the kind on which a policy is further away counts.
-    ``wait`` is called before each request, and may raise. What is computed is removed from the
-    store in the end; where that is not reached, the next call goes on from it. Raises what a
-    request fails with.
+    ``questions`` of each kind are asked, and the kind on which a policy is further away counts.
+    ``wait`` is called before each request, and may raise. Computed chunks are removed from the
+    store in the end; after an interruption, the next call goes on from them. Raises the error of a
+    failed request.
     """
     kinds = {
         "facts": [facts(EXAMPLES + 1 + number, LENGTHS[-1]) for number in range(questions)],
@@ -168,8 +172,8 @@ def _cache(
     policies: Sequence[Policy],
     wait: Callable[[], None],
 ) -> None:
-    """Have the chunks of all questions computed, and in rows of several questions' chunks, as those
-    of a collection of which a prompt takes a few."""
+    """Compute the chunks of all questions, and compute them in rows that mix questions, like a
+    collection of which a prompt takes a few."""
     mixed = [chunk for column in zip_longest(*chunks) for chunk in column if chunk is not None]
     for chunk in mixed:
         wait()

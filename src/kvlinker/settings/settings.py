@@ -513,7 +513,7 @@ class Settings(BaseSettings):
     require_certificate: bool = Field(
         default=False,
         description=(
-            "Answer only under policies that kvlinker certify has certified with this model, and"
+            "Answer only under policies that kvlinker-lab certify has certified with this model, and"
             " full."
         ),
     )

@@ -13,15 +13,12 @@ from typer.testing import CliRunner
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli import app
 from kvlinker.engines.embedded.execution.runner import Runner
-from kvlinker.llm import LLM
 from kvlinker.quality.bench.decode import SAMPLING, run_decode
 from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
-from kvlinker.quality.bench.vllm_ttft import run_vllm_ttft
-from kvlinker.settings import load_settings
 from tests.toy_models import loaded_model, tiny_model
 
 
@@ -81,21 +78,10 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
-@pytest.mark.whole
-def test_vllm_is_measured_apart_from_the_service_beside_it(subject, monkeypatch, tmp_path):
-    asked = []
-
-    def refuse(settings):
-        asked.append(settings)
-        raise InvalidRequestError("No vLLM here.")
-
-    monkeypatch.setattr(LLM, "from_settings", refuse)
-    monkeypatch.setenv("KVLINKER_CATALOG_URL", f"sqlite:///{tmp_path}/shared.sqlite")
-    monkeypatch.setenv("KVLINKER_REQUIRE_CERTIFICATE", "true")
-    with pytest.raises(InvalidRequestError, match="No vLLM here"):
-        run_vllm_ttft(subject, load_settings(), [Workload(1, 8, 4)], ["naive"], repeat=1)
-    (settings,) = asked
-    assert (settings.catalog_url, settings.require_certificate) == (None, False)
+def test_ttft_of_vllm_names_its_command():
+    result = CliRunner().invoke(app, ["bench", "ttft", "--engine", "vllm"])
+    assert result.exit_code == 2
+    assert "kvlinker bench ttft-vllm" in result.stderr
 
 
 def test_transformers_takes_part_only_where_wanted(subject):

@@ -45,7 +45,7 @@ def write(
         passed=passed,
         agreement=agreement,
         issued_at=1.0,
-        command="kvlinker certify",
+        command="kvlinker-lab certify",
         machine={"cores": 2},
         versions={"torch": "2"},
         checks=({"name": "prefill", "meaning": "…", "error": 0.0, "passed": True},),
@@ -82,7 +82,7 @@ def test_policies_that_passed_with_this_model_may_be_used(
     certified.check(parse_policy("query-5"))
     certified.check(parse_policy("full"))
     for refused in ("naive", "query-1", "query-5+legolink-4"):
-        with pytest.raises(PolicyError, match="kvlinker certify --model m --policy") as raised:
+        with pytest.raises(PolicyError, match="kvlinker-lab certify --model m --policy") as raised:
             certified.check(parse_policy(refused))
         assert raised.value.param == "link.policy"
 

@@ -30,6 +30,7 @@ from kvlinker_fleet.ray_serve.options import FleetOptions, check, key_of_fleet, 
 app = typer.Typer(help="Serve a model by several replicas as by one server, on Ray Serve.")
 
 _POLL_SECONDS = 0.1
+"""The seconds between two looks whether a signal has come."""
 
 
 @app.callback(invoke_without_command=True)

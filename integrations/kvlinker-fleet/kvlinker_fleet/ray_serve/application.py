@@ -31,7 +31,8 @@ POLICY = f"{Scaling.__module__}:{Scaling.__name__}"
 """The place where Ray Serve's controller finds the policy."""
 
 STARTS = 3
-"""How often a process may fail to start, one after the other, until Ray Serve gives up."""
+"""The number of failed starts of a process, one after the other, at which Ray Serve stops trying.
+Chosen by hand."""
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -32,6 +32,7 @@ LAST_LINES_SECONDS = 1.0
 """The wait for the last lines of processes that have ended."""
 
 _POLL_SECONDS = 0.2
+"""The seconds between two looks whether the fleet has ended."""
 
 _OWN_ERROR = re.compile(r"^kvlinker\.[\w.]+Error: ", re.MULTILINE)
 """The beginning of an error of kvlinker's, in the last line of a traceback."""

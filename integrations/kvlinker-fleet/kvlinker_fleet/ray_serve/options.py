@@ -27,8 +27,8 @@ class FleetOptions(BaseModel):
     """The number of additional ones that compute chunks for these, and answer no requests."""
 
     ingresses: int = Field(default=2, ge=1)
-    """The processes that take requests, on the same address of one machine, or one on each of so
-    many."""
+    """The processes that take requests: ``ingresses`` on the same address of one machine, or one on
+    each of ``ingresses`` machines."""
 
     cpus: float | None = Field(default=None, gt=0)
     """The processors that Ray sets aside for each replica, which computes in as many threads unless

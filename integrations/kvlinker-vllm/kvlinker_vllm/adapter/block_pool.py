@@ -8,14 +8,14 @@ from typing import Any
 
 
 class BlockPool:
-    """Lends blocks of vLLM's KV cache manager; borrowers give them back."""
+    """Lends blocks of vLLM's KV cache manager. Borrowers return them."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
     @property
     def total(self) -> int:
-        """The number of blocks, but for the null block."""
+        """The number of blocks, without the null block."""
         return int(self._manager.block_pool.num_gpu_blocks) - 1
 
     @property
@@ -44,6 +44,6 @@ class BlockPool:
 
 
 def forget_prefix(manager: Any, request: Any) -> None:
-    """Have vLLM's KV cache manager forget the blocks that it would reuse for the request."""
+    """Evict the blocks that vLLM's KV cache manager would reuse for the request."""
     blocks, *_ = manager.get_computed_blocks(request)
     manager.evict_blocks({block for group in blocks.get_block_ids() for block in group})

@@ -41,11 +41,11 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 @contextmanager
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
-    """Have passes by the modules call back, as long as the context lasts.
+    """Call back from passes by the modules, as long as the context lasts.
 
     ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
-    embedding, ``attended(layer_name, query, key, value)``, right after it, what attention takes.
-    Neither is called for layers that attend to another one's KV.
+    embedding. ``attended(layer_name, query, key, value)``, right after it, gets the arguments of
+    attention. Neither is called for layers that attend to another one's KV.
     """
     watch = _Watch(rotated, attended)
     with ExitStack() as undo:
@@ -135,9 +135,9 @@ def have_same_numbers(given: Tensor, turned: Tensor) -> bool:
 
 
 def normalised(norm: nn.Module, key: Tensor, like: Tensor) -> Tensor:
-    """Return keys that are not rotated yet, normalised as the rotated ones are, which come in the
-    shape and precision of ``like``: the same but for their rotation, unless the norm has weights,
-    which the self-test sees."""
+    """Return keys before their rotation, normalised as the rotated keys are, whose shape and
+    precision are those of ``like``. Norms with weights give other values, which the self-test
+    notices."""
     made: Tensor = norm.forward(key.to(like.dtype).reshape(like.shape))
     return made.reshape(key.shape).to(key.dtype)
 

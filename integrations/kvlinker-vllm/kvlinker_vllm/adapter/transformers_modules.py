@@ -46,9 +46,9 @@ class FunctionRotary:
 def watched_functions(
     model: nn.Module, rotated: Callable[[FunctionRotary, Tensor, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Have functions of transformers' that rotate queries and keys call back: ``rotated(rotary,
-    positions, key, turned)`` gets keys [heads, tokens, width] before and after, and what rotates as
-    the function did. Nothing is watched in models of vLLM's own."""
+    """Call back from functions of transformers' that rotate queries and keys.
+    ``rotated(rotary, positions, key, turned)`` gets keys [heads, tokens, width] before and after,
+    and an object that rotates as the function did. Nothing is watched in models of vLLM's own."""
     if not any(kind.__module__.startswith(BACKEND) for kind in type(model).__mro__):
         yield
         return

@@ -23,6 +23,8 @@ BUILT_AT_ONCE = 2
 down."""
 
 TOKEN_OVERHEAD_BYTES = 16
+"""The approximate bytes of a token in a chunk's file beside its KV: its id and its scores."""
+
 FILE_OVERHEAD_BYTES = 1 << 14
 """The approximate bytes of scores, header and encryption in a chunk's file."""
 
@@ -147,8 +149,8 @@ class ChunkProvider:
         self._refusing = False
 
     async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
-        """Have vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated``
-        text, if there is one. Returns whether that succeeded."""
+        """Let vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated``
+        text, if there is one. Return whether that succeeded."""
         before = (*chunk.prefix, *unrelated)
         tokens = (*before, *chunk.tokens)
         capture = plan_capture(key, begin=len(before), end=len(tokens), unrelated=len(unrelated))

@@ -101,7 +101,7 @@ class VLLMClient:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """Have ``work`` done beside the loop, in which it would keep others waiting."""
+        """Run ``work`` in a thread, so that the loop serves other requests meanwhile."""
         return await self.loop.run_in_executor(self.threads, partial(work, *arguments))
 
     async def stream(

@@ -18,6 +18,8 @@ from kvlinker_vllm.options import ConnectorOptions
 from kvlinker_vllm.plugin import NAME
 
 MOST_LOGPROBS = 1000
+"""The most log probabilities of a token that kvlinker asks for: those of the examiner."""
+
 CPU_MEMORY_SHARE = 0.4
 """The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most
 machines have free."""
@@ -103,8 +105,8 @@ def configure(settings: Settings) -> Any:
 
 
 def shared_options(settings: Settings, engines: int) -> dict[str, Any]:
-    """Return the ``vllm_options`` with which so many engines have room on one machine: those
-    without a GPU take equal parts of the memory that one would take."""
+    """Return the ``vllm_options`` with which ``engines`` engines fit on one machine. Engines
+    without a GPU have equal parts of the memory of a single one."""
     if torch.cuda.is_available():
         return settings.vllm_options
     return {"gpu_memory_utilization": CPU_MEMORY_SHARE / engines} | settings.vllm_options

@@ -52,6 +52,7 @@ T = TypeVar("T")
 logger = logging.getLogger("kvlinker.vllm.frontend.engine")
 
 CLOSE_SECONDS = 30.0
+"""The longest wait for requests to be cancelled at the end, in seconds. Chosen by hand."""
 
 IDLE_POLL_SECONDS = 0.1
 """The time between two looks at whether anybody is being answered."""

@@ -40,7 +40,7 @@ class FirstPass:
     """The salt of the KV that it placed; no other request has it."""
 
     linked: int
-    """The begin of its last run. The KV before it is found under the salt, but for the last
+    """The begin of its last run. The KV before it is found under the salt, except in the last
     block."""
 
 
@@ -99,8 +99,8 @@ class StoredLink:
     def usage(self, output_tokens: int, *, linked: bool, found: int = 0) -> Usage:
         """Count the prompt's tokens by how they were computed.
 
-        ``linked`` is False if vLLM computed all of them itself, but for the first ``found`` tokens,
-        whose KV it had: they are cached.
+        ``linked`` is False if vLLM computed the prompt itself. The first ``found`` tokens, whose KV
+        vLLM had, count as cached.
         """
         usage = self.link.usage(
             self.refinement, output_tokens=output_tokens, linked=linked, made=self.made
@@ -195,8 +195,8 @@ class VLLMLinker:
         return StoredLink(link, self._layers, tuple(key for _, key in placed), made=made)
 
     async def refine(self, linked: StoredLink, *, explains: bool = False) -> StoredLink:
-        """Have a policy see the question's attention and select tokens, or see how their KV
-        deviates and drop some of them.
+        """Let a policy select tokens by the question's attention, or drop tokens by the deviation
+        of their KV.
 
         If the attention cannot be measured, everything is computed; if the deviation cannot be, all
         tokens stay. With ``explains``, the figures shown to the policy are kept. Raises
@@ -222,8 +222,7 @@ class VLLMLinker:
         return replace(linked, refinement=refinement)
 
     async def _observe(self, linked: StoredLink) -> StoredLink:
-        """Have vLLM run the first pass, and plan the second one by the question's attention in
-        it."""
+        """Run the first pass in vLLM, and plan the second one by the question's attention in it."""
         probe, link = linked.plan, linked.link
         tokens = probe.prompt.tokens.tolist()
         start = probe.runs[-1][0]

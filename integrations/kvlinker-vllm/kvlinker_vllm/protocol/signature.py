@@ -22,6 +22,7 @@ SIGNATURE = "kvlinker_signature"
 
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
+"""The bytes of a key: those of a SHA-256 digest."""
 
 
 class PlanSigner:

@@ -142,20 +142,20 @@ class StepBudget:
         return self.tokens * self.placed_per_computed
 
     def place(self, tokens: float) -> None:
-        """Take room for so many tokens to place."""
+        """Take room for ``tokens`` to place."""
         self.placed += tokens
         self.tokens -= tokens / self.placed_per_computed
 
     def compute(self, tokens: float) -> None:
-        """Take room for a run of so many tokens to compute."""
+        """Take room for a run of ``tokens`` to compute."""
         self.computed += tokens
         self.tokens -= tokens
         self.runs -= 1
 
 
 class TransferProgress:
-    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it
-    is there already, but for a second pass's runs, all of which are computed."""
+    """The remaining part of a transfer plan, from position ``begin`` on. KV before it is there
+    already; a second pass computes all of its runs again."""
 
     def __init__(
         self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0

@@ -217,7 +217,7 @@ def packed(figures: NDArray[np.float32]) -> bytes:
 
 
 def unpacked(data: bytes, *, tokens: int) -> NDArray[np.float32]:
-    """Read the output of ``packed`` for so many tokens: [rows, tokens]."""
+    """Read the output of ``packed`` for ``tokens`` tokens: [rows, tokens]."""
     return np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32)
 
 
@@ -253,12 +253,9 @@ def plan_transfer(
 
 
 def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> TransferPlan:
-    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those
-    from ``begin`` on.
-
-    With ``unrelated``, so many tokens before ``begin`` are an unrelated text: the KV is stored as
-    it is without them, with the sensitivity to them.
-    """
+    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV from
+    ``begin`` on. The last ``unrelated`` tokens before ``begin`` are an unrelated text. The stored
+    KV is that without this text, with the sensitivity to it."""
     captured = CapturedChunk(key=key, begin=begin, end=end)
     text = (begin - unrelated, begin) if unrelated else None
     return TransferPlan(linked=end, runs=((0, end),), capture=captured, unrelated=text)

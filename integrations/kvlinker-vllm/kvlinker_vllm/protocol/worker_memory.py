@@ -87,8 +87,8 @@ class WorkerMemory:
 
 
 class KnownMemory:
-    """What a front end has learned of each run: vLLM may have several schedulers. Methods may be
-    called from any thread."""
+    """The knowledge of a front end about each run, of which vLLM may have several schedulers.
+    Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

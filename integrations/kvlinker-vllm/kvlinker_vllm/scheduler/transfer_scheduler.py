@@ -138,8 +138,8 @@ class TransferScheduler:
         self._target_told = False
 
     def lend(self, blocks: WindowBlocks) -> None:
-        """Have requests borrow ``blocks`` where layers have windows. To be called before there are
-        any."""
+        """Let requests borrow ``blocks`` where layers have windows. Call it before the first
+        request."""
         self._windows = blocks if blocks.are_needed else None
 
     def admit(

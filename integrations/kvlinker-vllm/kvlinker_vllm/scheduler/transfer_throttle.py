@@ -26,10 +26,14 @@ PLACED_PER_COMPUTED = 16.0
 """The placed tokens that take as long as a computed one, until measured."""
 
 MOST_PLACED_PER_COMPUTED = 4096.0
+"""The most placed tokens that count as one computed token, however the measurements came out."""
+
 SMOOTHING = 0.3
 """The weight of a new measurement against all earlier ones."""
 
 LEAST_SECONDS = 1e-6
+"""The least seconds that linking is taken to add to a step, which keeps prices above zero."""
+
 PLAIN_STEPS = 16
 """The most steps without linking that are remembered."""
 
@@ -137,15 +141,13 @@ class TransferThrottle:
         return min(max(self._computed_price / self._placed_price, 1.0), MOST_PLACED_PER_COMPUTED)
 
     def may_end(self, tokens: float) -> bool:
-        """Return whether a request may be linked to its end, where so many tokens are left.
-
-        These include the tokens that the request's own first step computes afterwards, since they
-        keep others waiting, too. Time is saved for them, but not indefinitely.
-        """
+        """Return whether a request with ``tokens`` left may be linked to its end. ``tokens``
+        include those of the request's own first step, which delays others, too. Saved time counts
+        up to a limit."""
         return not self._plain or self._bucket >= self._reserve(tokens)
 
     def spend(self, tokens: float) -> None:
-        """Reserve time for a request's own first step, which will compute so many tokens."""
+        """Reserve time for a request's own first step, which will compute ``tokens``."""
         if self._plain:
             self._bucket -= self._reserve(tokens)
 

@@ -42,8 +42,8 @@ class WindowBlocks:
         return len(self._groups) > 1 or any(group.window is not None for group in self._groups)
 
     def room_for(self, plan: TransferPlan, begin: int, tokens: int) -> Room:
-        """Say whether there are blocks for a request of so many tokens, of which vLLM has the first
-        ``begin``, and for its linking besides."""
+        """Return when there are blocks for a request of ``tokens``, of which vLLM has the first
+        ``begin``, and for its linking: now, later, or never."""
         wanted = 0
         for group in self._groups:
             size, last = group.block_size, -(-tokens // group.block_size)

@@ -81,7 +81,7 @@ class RouteOverride(BaseRoute):
         return await self.app({**scope, OUTER: scope}, receive, send)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have vLLM's own route answer. ``scope`` is the one that vLLM's application had."""
+        """Answer by vLLM's own route. ``scope`` is the one that vLLM's application had."""
         await self._outer.router({**scope, _PASSED: True}, receive, send)
 
     def _with_version(self, scope: Scope) -> Scope:

@@ -36,7 +36,7 @@ CHECKED_TOKENS = 40
 """The tokens that are placed in both ways before the kernel is trusted."""
 
 IN_ORDER = 16
-"""Those of them that go to slots next to each other, for which kernels have code of their own."""
+"""The number of checked tokens in adjacent slots, for which kernels have code of their own."""
 
 LARGEST_ERROR = {torch.float32: 1e-5}
 ROUGH_ERROR = 1e-2
@@ -258,7 +258,7 @@ def _cache_of(
 
 
 def _holds(form: torch.dtype | None, cache: Tensor, written: Tensor, scale: Tensor) -> bool:
-    """Return whether a cache begins with the written KV, but for rounding."""
+    """Return whether a cache begins with the written KV, up to rounding."""
     found = cache[_where(cache)]
     if form is None:
         return torch.equal(found, written)

@@ -111,8 +111,7 @@ class ChunkPart:
 
 
 GroupParts = Sequence[Sequence[ChunkPart]]
-"""What is to be placed in each group of layers: where a group has windows, that may be less than in
-others."""
+"""The chunk parts to place, by group of layers. A group with windows may have fewer than others."""
 
 
 class Launch(NamedTuple):

@@ -58,7 +58,7 @@ class TransferTask:
     again."""
 
     recorder: ChunkCapture | KVComparison | QuestionObservation | None = None
-    """What captures the plan's chunk, or measures for it."""
+    """The recorder that captures the plan's chunk, or measures for it."""
 
     alone: ChunkCapture | None = None
     """The capture without the unrelated text, which is complete, once the prompt has begun
@@ -175,13 +175,13 @@ class LanePlacing:
                 self._under_way.update(dict.fromkeys([self._names[n] for n in layers], arrival))
 
     def wait_for(self, name: str) -> None:
-        """Have later computations find all parts in the layer of this name."""
+        """Let later computations wait for all parts in the layer of this name."""
         arrival = self._under_way.pop(name, None)
         if arrival is not None:
             arrival.wait()
 
     def wait_for_all(self) -> None:
-        """Have later computations find all parts in all layers."""
+        """Let later computations wait for all parts in all layers."""
         for name in list(self._under_way):
             self.wait_for(name)
 
@@ -240,7 +240,7 @@ class Passes:
         place(self._layers[:COMPARED_LAYER], compared)
 
     def settle(self) -> None:
-        """Have the next computation find everything that was placed."""
+        """Let the next computation wait for all placed parts."""
         self._placing.wait_for_all()
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:

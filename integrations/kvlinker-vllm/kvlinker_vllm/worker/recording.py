@@ -26,7 +26,7 @@ from kvlinker_vllm.worker.layers import ChunkPart, placed_kv
 
 
 class AttentionCall(NamedTuple):
-    """What attention takes of some tokens in one layer: their query [tokens, …], keys with their
+    """The arguments of attention for some tokens in one layer: queries [tokens, …], keys with their
     rotary embedding and values, and keys before it, [tokens, heads, dim] each."""
 
     query: Tensor
@@ -69,8 +69,8 @@ def recording(
     *,
     until: int | None = None,
 ) -> Iterator[None]:
-    """Have a pass by the modules give what attention takes to the rows' recorders, and end the pass
-    with the layer ``until``, before that attends."""
+    """Hand the arguments of attention in a pass by the modules to the rows' recorders, and end the
+    pass in the layer ``until``, before its attention."""
     index_of = {layer.name: index for index, layer in enumerate(layers)}
     unrotated: list[Tensor] = []
 

@@ -189,9 +189,11 @@ class _Subject:
 
 
 def own_blocks(bound: BoundModel, tokens: int) -> list[range]:
-    """Return the first blocks for so many tokens, others for each group of layers, whose caches
-    share their memory. Block 0 is vLLM's null block. Raises UnsupportedModelError if vLLM has too
-    few."""
+    """Return the first blocks for ``tokens``, others for each group of layers, whose caches share
+    their memory. Block 0 is vLLM's null block.
+
+    Raises UnsupportedModelError if vLLM has too few.
+    """
     blocks, first = [], 1
     for group in bound.groups:
         blocks.append(range(first, first + -(-tokens // group.block_size)))

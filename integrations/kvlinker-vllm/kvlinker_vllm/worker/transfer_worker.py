@@ -180,7 +180,7 @@ class TransferWorker:
         )
 
     def _begin_again(self, task: TransferTask) -> None:
-        """Have the task's prompt computed from its beginning, with its unrelated text."""
+        """Compute the task's prompt again from its beginning, with its unrelated text."""
         assert isinstance(task.recorder, ChunkCapture)
         task.tokens, task.alone = task.started.tokens, task.recorder
         task.recorder = self._recorder(task.started.plan, task.tokens, with_scores=False)

@@ -18,6 +18,7 @@ from kvlinker.store.memory.pinned import pinned
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 _NO_LIMIT = 1 << 62
+"""The budget of a tier that evicts nothing, in bytes: the front end evicts."""
 
 
 class WorkerChunks:

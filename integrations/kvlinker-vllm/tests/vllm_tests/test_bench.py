@@ -7,9 +7,11 @@ pytest.importorskip("vllm")
 from tests.doors.http.serving import tiny_model
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.vllm_ttft import AGAIN, COLUMNS, REORDERED, run_vllm_ttft
+from kvlinker.settings import load_settings
+from kvlinker_vllm.ttft_benchmark import AGAIN, COLUMNS, REORDERED, run_vllm_ttft
 from vllm_tests.conftest import HEAD_DIM
 
 
@@ -58,3 +60,21 @@ def test_chunks_can_be_read_from_the_disk(vllm_settings):
         run_vllm_ttft(
             subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="redis"
         )
+
+
+@pytest.mark.whole
+def test_vllm_is_measured_apart_from_the_service_beside_it(monkeypatch, tmp_path):
+    subject = MeasuredModel("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {})
+    asked = []
+
+    def refuse(settings):
+        asked.append(settings)
+        raise InvalidRequestError("No vLLM here.")
+
+    monkeypatch.setattr(LLM, "from_settings", refuse)
+    monkeypatch.setenv("KVLINKER_CATALOG_URL", f"sqlite:///{tmp_path}/shared.sqlite")
+    monkeypatch.setenv("KVLINKER_REQUIRE_CERTIFICATE", "true")
+    with pytest.raises(InvalidRequestError, match="No vLLM here"):
+        run_vllm_ttft(subject, load_settings(), [Workload(1, 8, 4)], ["naive"], repeat=1)
+    (settings,) = asked
+    assert (settings.catalog_url, settings.require_certificate) == (None, False)

@@ -24,6 +24,7 @@ STORES = {"idle": 1.25, "crowded": 1 / 3}
 """The room of the store, as a share of what all workflows need."""
 
 _POLL_SECONDS = 0.002
+"""The seconds between two looks whether all chunks ahead are computed."""
 
 
 @dataclass

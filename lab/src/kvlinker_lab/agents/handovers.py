@@ -23,10 +23,10 @@ from kvlinker.store import ContextCache
 from kvlinker_lab.inspection import EngineInspector, relative_kv_distance
 
 EVERY = 3
-"""One passage in so many is said by another agent."""
+"""The number of passages of which another agent says one. Chosen by hand."""
 
 ANY = "What is to be known of it?"
-"""What the other agents are asked."""
+"""The question to the other agents."""
 
 PERCENT = 5.0
 """The share of cached tokens that are computed again, by whatever they are chosen."""
@@ -57,7 +57,7 @@ class MostDeviating(Policy):
 
     percent: float
     scores: tuple[float, ...]
-    """One for each token of the prompt, but for those behind its chunks."""
+    """Scores of the prompt's tokens, up to the end of its chunks."""
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Handovers:
     llm: LLM
     inspector: EngineInspector
     ways: Sequence[str] = tuple(WAYS)
-    """Those of ``WAYS`` in which is asked."""
+    """The names in ``WAYS`` that are measured."""
 
     def ask(self, example: Question, other: Question) -> dict[str, Result]:
         """Return the answers to a question in all ways and under all policies, by names such as
@@ -118,8 +118,8 @@ class Handovers:
         return QuestionTrial.of(example, self.llm, _messages(content, example.question))
 
     def _said(self, read: Sequence[str], passage: ContextCache) -> ContextCache | None:
-        """Have an agent that has read these texts, computed as they are, say a passage, and return
-        what is kept of it; None where it is not sampled in the passage's own tokens."""
+        """Return the kept answer of an agent that has read these texts, computed as they are, and
+        says a passage; None where the answer is not sampled in the tokens of the passage."""
         answer = self.llm.chat_completion(
             _messages(["".join(read)], ANY),
             policy=REFERENCE,

@@ -73,6 +73,7 @@ class Work:
 
 
 def random_text(tokens: int, seed: str) -> str:
-    """Return a text of so many bytes, which are tokens of the shapes."""
+    """Return a text of ``tokens`` bytes. The tokenizers of the random shapes have a token for each
+    byte."""
     letters = random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz    ", k=tokens - 1)
     return "".join(letters) + "\n"

@@ -62,7 +62,7 @@ def paused_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[int]]:
 
 
 def beside(processes: Sequence[int]) -> Disturbance:
-    """Have paused processes compute during the whole measurement."""
+    """Let paused processes compute during the whole measurement."""
 
     @contextmanager
     def disturb(seconds: float) -> Iterator[None]:
@@ -75,7 +75,7 @@ def beside(processes: Sequence[int]) -> Disturbance:
 
 
 def arriving(processes: Sequence[int]) -> Disturbance:
-    """Have paused processes compute from the middle of the measurement on."""
+    """Let paused processes compute from the middle of the measurement on."""
 
     @contextmanager
     def disturb(seconds: float) -> Iterator[None]:
@@ -117,8 +117,8 @@ def creating(create_chunk: Callable[[], object]) -> Disturbance:
 
 @contextmanager
 def control_group(processors: float, root: Path = CONTROL_GROUPS) -> Iterator[Path]:
-    """Make a control group that has the time of so many ``processors``, and remove it in the end. A
-    process joins it by ``join``.
+    """Make a control group with the time of ``processors``, and remove it in the end. A process
+    joins it by ``join``.
 
     Raises InvalidRequestError where this process may not make one.
     """
@@ -145,7 +145,7 @@ def limit_file(processors: float, root: Path) -> tuple[Path, str]:
 
 
 def join(group: Path) -> None:
-    """Have this process, and those that it starts, belong to a control group."""
+    """Move this process, and the processes that it starts, into a control group."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
 
 

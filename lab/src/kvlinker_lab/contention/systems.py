@@ -35,7 +35,7 @@ KVLINKER, IN_VLLM, LLAMA_CPP = SYSTEMS = ("kvlinker", "kvlinker-vllm", "llama.cp
 POLICIES = ("full", "naive", "legolink-16")
 TOKEN = "token"
 MEASURED = (*POLICIES, TOKEN)
-"""What is measured: the time to the first token by policy, and the time per token of an answer."""
+"""The measurements: the time to the first token by policy, and the time per token of an answer."""
 
 TOKENS = 33
 """The tokens of the answer that is timed; the first one is not counted."""
@@ -45,7 +45,8 @@ KV_CACHE = 1 << 30
 
 @dataclass(frozen=True)
 class Task:
-    """Says what a process runs, and beside what. Holds nothing but what JSON can hold."""
+    """The work of a process: its system, and the disturbances beside it. All values are ones that
+    JSON has."""
 
     system: str
     """One of ``SYSTEMS``."""
@@ -57,7 +58,7 @@ class Task:
     """Chunks, tokens of each, and fresh tokens."""
     repeat: int = 1
     disturbances: tuple[str, ...] = ()
-    """Names of what disturbs the measurements, one after the other."""
+    """Names of the disturbances of the measurements, one after the other."""
     busy: tuple[int, ...] = ()
     """Paused processes that compute all the time."""
     another: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True)
 class System:
-    """Holds what a running system can be asked for."""
+    """The calls that a running system answers."""
 
     measurements: Mapping[str, Callable[[], float]]
     """Each returns seconds; by names of ``MEASURED``."""
@@ -103,8 +104,8 @@ def _kvlinker(task: Task) -> Iterator[System]:
 @contextmanager
 def running_llm(task: Task) -> Iterator[tuple[LLM, Prompt]]:
     """Run one of kvlinker's engines; return a prompt, too, whose chunks are cached."""
-    from kvlinker.quality.bench.vllm_ttft import running_vllm
     from kvlinker.settings import load_settings
+    from kvlinker_vllm.ttft_benchmark import running_vllm
 
     settings = load_settings(
         **({} if task.model is None else {"model": task.model}),

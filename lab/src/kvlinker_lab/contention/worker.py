@@ -1,6 +1,6 @@
-"""Is the process that a system runs in: ``python -m kvlinker_lab.contention.worker measure TASK``
-writes what was measured, and ``answer`` in place of ``measure`` answers all the time. A task is
-JSON."""
+"""Runs a system in a process of its own. ``python -m kvlinker_lab.contention.worker measure TASK``
+writes the measurements, and ``answer`` in place of ``measure`` answers requests all the time. A
+task is JSON."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def answer(task: Task) -> None:
 
 
 def main() -> None:
-    """Read the task, and do what is asked."""
+    """Read the task, and measure or answer."""
     do, text = sys.argv[1:]
     task = Task(**json.loads(text))
     if do == "answer":

@@ -14,6 +14,8 @@ from kvlinker_lab.figures.lab import Lab
 
 DATASET = "reader-choice"
 EXAMPLES = 300
+"""The number of examples, unless ``--limit`` gives another."""
+
 POLICIES = (
     *("full", "naive", "query-5"),
     *(f"query-{ratio}-sensitive" for ratio in (1, 2, 3, 5)),

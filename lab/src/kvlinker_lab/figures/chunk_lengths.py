@@ -19,6 +19,8 @@ TASKS = {"reader-long": SEVERAL_PASSAGES, "reader-hard-long": ("chain", "correct
 
 LENGTHS = (256, 512)
 EXAMPLES = 90
+"""The number of examples, unless ``--limit`` gives another."""
+
 POLICIES = (
     *("full", "naive", "query-3"),
     *(f"query-{ratio}-sensitive" for ratio in (1, 2, 3, 5)),

@@ -9,7 +9,12 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, require_folders
+from kvlinker.cli.bench.common import (
+    MODEL_OPTIONS,
+    QUALITY_OPTIONS,
+    exit_on_signals,
+    require_folders,
+)
 from kvlinker.cli.console import BAD_USAGE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.settings import Settings
@@ -41,7 +46,6 @@ def figure(
     ] = False,
 ) -> None:
     """Measure a figure of the papers anew: a plot, a table, and the paper's claim beside them."""
-    from kvlinker.quality.bench.load.servers import ended_by_signals
     from kvlinker_lab.figures.figure import find_figure, known_figures
     from kvlinker_lab.figures.lab import Lab
     from kvlinker_lab.figures.page import show_figure, write_figure
@@ -60,7 +64,7 @@ def figure(
             command = shlex.join(
                 ["kvlinker-lab", *(one.name if word == "all" else word for word in sys.argv[1:])]
             )
-            with ended_by_signals(), progress_display() as progress:
+            with exit_on_signals(), progress_display() as progress:
                 rows = one.measure(lab := Lab(settings, command, limit, shape, progress))
             write_figure(page, one, lab.report(rows, one.shape), list(known), plots)
             typer.echo(f"{one.name}: {one.finding(rows)}")

@@ -12,6 +12,9 @@ from kvlinker_lab.figures.frontier import KEPT, told_cheapest
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 210
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 POLICIES = (
     *(
         "full",

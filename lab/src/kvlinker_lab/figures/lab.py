@@ -36,6 +36,7 @@ SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
 do."""
 
 LATENCY_ROUNDS = 3
+"""The measurements of each time to the first token, of which the median counts."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, sav
 from kvlinker_lab.figures.figure import Figure
 
 _WIDTH = 100
+"""The columns of a line of prose, as everywhere in the documentation."""
+
 _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"
 
 

@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.driver import ClosedLoop, OpenLoop
-from kvlinker.quality.bench.load.report import ServiceObjective
-from kvlinker.quality.bench.load.run import EMBEDDED, Competitor, LoadPlan, Start, run_load
-from kvlinker.quality.bench.load.servers import Server, kvlinker_server, model_to_serve
-from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker.quality.progress import Progress
 from kvlinker_lab.figures.lab import Lab
+from kvlinker_lab.load.driver import ClosedLoop, OpenLoop
+from kvlinker_lab.load.report import ServiceObjective
+from kvlinker_lab.load.run import EMBEDDED, Competitor, LoadPlan, Start, run_load
+from kvlinker_lab.load.servers import Server, kvlinker_server, model_to_serve
+from kvlinker_lab.load.traffic import TrafficShape
 
 SHAPE = "285m"
 FULL_RATE_REQUESTS = 3

@@ -19,13 +19,13 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.endpoint import ServerFailedError
-from kvlinker.quality.bench.load.servers import COMMAND, kvlinker_server
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 from kvlinker_lab.fleet.replicas import Costs, Fleet
 from kvlinker_lab.fleet.rules import Rule
 from kvlinker_lab.fleet.traffic import prompts
+from kvlinker_lab.load.endpoint import ServerFailedError
+from kvlinker_lab.load.servers import COMMAND, kvlinker_server
 
 FORMS = ("documents", "plain")
 """Chunks as documents of their own, or joined into one text that servers recognise."""
@@ -43,19 +43,22 @@ USERS = 4
 """The requests at a time."""
 
 ANSWER_SECONDS = 300.0
+"""The longest wait for an answer of a server, in seconds. Chosen by hand."""
 
 _COSTS = Costs(link=1.0, chunk=1.0)
-"""What rules that reckon in seconds are told: times are not compared here."""
+"""The costs for rules that reckon in seconds. Live runs compare no times, so both are 1."""
 
 _POLL_SECONDS = 0.1
+"""The seconds between two looks whether the router knows its servers."""
+
 _ADDRESS = re.compile(r"at (http://[\d.:]+)")
 _WORDS = """baker pilot teacher lives works in the she he city of Oslo Varna Lisbon company builds
 sells engines paper bread maps and boats from north to south every year""".split()  # noqa: SIM905
 
 
 class _Target:
-    """Where requests are sent: to servers by a rule, which is told what is sent and answered, or to
-    one router before them."""
+    """The target of requests: servers, chosen by a rule that learns of requests and answers, or one
+    router before the servers."""
 
     def __init__(self, urls: Sequence[str], rule: Rule | None) -> None:
         self._urls = urls

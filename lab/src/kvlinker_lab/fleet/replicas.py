@@ -11,10 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a replica takes, in seconds: for a prompt whose chunks are all in memory, for each chunk
-    that is computed, for each that is loaded from its disk, and from the first to the last byte of
-    an answer, during which it begins others. ``busy``: by what share of itself a prompt takes
-    longer for each answer under way."""
+    """The seconds of a replica: ``link`` for a prompt whose chunks are all in memory, ``chunk`` for
+    each chunk that is computed, ``load`` for each that is loaded from its disk, and ``answer`` from
+    the first to the last byte of an answer. A replica begins other answers meanwhile. ``busy`` is
+    the share by which a prompt takes longer for each answer under way."""
 
     link: float
     chunk: float
@@ -39,7 +39,7 @@ class Replica:
     """The answers that have begun."""
 
     def use(self, chunks: Iterable[int]) -> tuple[int, int]:
-        """Have chunks in memory; returns how many were computed, and how many loaded."""
+        """Bring chunks into memory, and return how many were computed, and how many loaded."""
         computed = loaded = 0
         for chunk in chunks:
             if chunk not in self.memory:

@@ -1,4 +1,5 @@
-"""What a rule of routing is, those that look at the load alone, and the one of this project."""
+"""Rules of routing: their interface, those that look at the load alone, and the one of this
+project."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Rule:
         raise NotImplementedError
 
     def began(self, request: int, seconds: float) -> None:
-        """Note the first byte of a request, so long after it was sent."""
+        """Note the first byte of a request, ``seconds`` after it was sent."""
 
     def ended(self, request: int) -> None:
         """Note that a request has its answer, or that its replica ended."""

@@ -136,7 +136,7 @@ class Simulation:
         heapq.heappush(self._steps, (replica.free_at, index, request.tries))
 
     def _change(self, now: float) -> None:
-        """Have replicas end or join."""
+        """End replicas, or add them."""
         if self._event.kind == "join":
             for number in self._changing:
                 replica = self._fleet.replicas[number]

@@ -1,4 +1,4 @@
-"""What a fleet is asked: prompts of chunks, some of which are far more popular than others."""
+"""Traffic of a fleet: prompts of chunks, some of which are far more popular than others."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def gpu(
     import torch
 
     from kvlinker.base.errors import InvalidRequestError
+    from kvlinker.cli.bench.common import exit_on_signals
     from kvlinker.cli.console import BAD_USAGE, failures
     from kvlinker.quality.bench.harness.report import describe_machine, versions
-    from kvlinker.quality.bench.load.servers import ended_by_signals
     from kvlinker_lab.gpu.plots import draw
     from kvlinker_lab.gpu.steps import first_hour, run
 
@@ -44,7 +44,7 @@ def gpu(
     about = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     outcomes: list[Outcome] = []
     pictures: dict[str, str] = {}
-    with ended_by_signals():
+    with exit_on_signals():
         for outcome in run(first_hour("tiny" if tiny else shape, tiny=tiny), folder, 60 * minutes):
             typer.echo(f"{outcome.name}: {outcome.outcome} in {outcome.seconds:.0f} s")
             outcomes.append(outcome)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 SEPARATOR = " # # "
-"""What LMCache cuts a prompt into chunks by."""
+"""The text at which LMCache cuts a prompt into chunks."""
 
 RECOMPUTED = 0.15
 """The share of tokens that it computes again: the paper's."""
@@ -32,7 +32,10 @@ SETTINGS = {
     "LMCACHE_MAX_LOCAL_CPU_SIZE": "8",
 }
 FRESH_TOKENS = 64
+"""The tokens behind the chunks. Chosen by hand."""
+
 REPEAT = 3
+"""The measurements of which the median counts."""
 
 Generate = Callable[[list[int]], object]
 """Computes a prompt and its first token."""

@@ -12,7 +12,7 @@ MEASURES = {
     "ttft_p50_ms": "median time to the first token (ms)",
     "ms_per_step": "a step of decoding (ms)",
 }
-"""What is drawn, by column; the first one that a row has."""
+"""The measures of plots, by column. A plot shows the first one that its rows have."""
 
 NAMES = ("policy", "case", "system", "engine", "rate")
 """The columns that name a bar."""

@@ -15,7 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvlinker.quality.bench.load.servers import COMMAND
+from kvlinker_lab.load.servers import COMMAND
+
+LAB = (sys.executable, "-c", "from kvlinker_lab.cli import app; app()")
+"""Runs the laboratory's command line, in whichever folder it was installed."""
 
 SHORTEST = 20.0
 """Seconds under which a step is not begun."""
@@ -25,12 +28,12 @@ LAST_LINES = 5
 
 POLICIES = "full,naive,legolink-16,query-5-sensitive"
 CHUNK_TOKENS = "512"
-"""Those of the benchmarks by default."""
+"""The tokens of a chunk, as the benchmarks have them by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one process does."""
+    """A part of the report, which one process computes."""
 
     name: str
     command: Sequence[str]
@@ -47,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a step: ``done``, ``failed``, ``too late`` or ``left out``."""
+    """The outcome of a step: ``done``, ``failed``, ``too late`` or ``left out``."""
 
     name: str
     outcome: str
@@ -67,7 +70,6 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
     load = ("--rates", "2", "--requests", "4", "--output-tokens", "4") if tiny else ()
     steps = 4 if tiny else 24
     batches = ("--batches", "1" if tiny else "1,16", "--steps", str(steps))
-    vllm = ("--engine", "vllm")
     interpreted = {"TRITON_INTERPRET": "1"} if tiny else {}
     blended = sizes["chunks"], sizes.get("chunk-tokens", CHUNK_TOKENS)
     return [
@@ -76,16 +78,16 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
         Step("exactness in vLLM", _module("exactness", "vllm"), 180, "vllm"),
         Step("ttft", (*bench, "ttft", *common, *policies, *once, "--json"), 480),
         Step("decode", (*bench, "decode", *common, *batches, *once, "--json"), 240),
-        Step("load", (*bench, "load", *common, *policies, *load, "--json"), 300),
+        Step("load", (*LAB, "load", *common, *policies, *load, "--json"), 300),
         Step(
             "ttft in vLLM",
-            (*bench, "ttft", *common, *policies, *once, *vllm, "--json"),
+            (*bench, "ttft-vllm", *common, *policies, *once, "--json"),
             480,
             "vllm",
         ),
         Step(
             "load in vLLM",
-            (*bench, "load", *common, *policies, *load, *vllm, "--json"),
+            (*LAB, "load", *common, *policies, *load, "--engine", "vllm", "--json"),
             300,
             "vllm",
         ),
@@ -99,8 +101,8 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def run(steps: Sequence[Step], folder: Path, seconds: float) -> Iterator[Outcome]:
-    """Run the steps one after another, in all for so many seconds, and yield what became of each;
-    their output goes to files in the folder."""
+    """Run the steps one after another, for ``seconds`` in all, and yield their outcomes. Each
+    step's output goes to files in the folder."""
     end = time.monotonic() + seconds
     for number, step in enumerate(steps, 1):
         left = min(step.seconds, end - time.monotonic())

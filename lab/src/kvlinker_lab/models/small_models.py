@@ -99,8 +99,8 @@ WIDE_OWN: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "zamba": {"attention_hidden_size": 256, "attention_head_dim": 64},
 }
-"""What vLLM asks of a configuration, as released models have it: sizes that transformers has
-another name for, and a scale of attention by which its rounding is not magnified."""
+"""The values that vLLM expects of configurations, as released models have them: sizes that
+transformers has another name for, and a scale of attention that does not magnify its rounding."""
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 6}

@@ -47,9 +47,11 @@ POLICIES = ("naive", "legolink-9", "full")
 """``full`` comes last: the embedded engine would reuse its KV, which is exact, under the others."""
 
 TOKENS = 2
+"""The tokens of each answer: the second one also depends on the KV of the first."""
+
 LARGEST_DIFFERENCE = 5e-4
-"""Of a log probability, where both engines compute the same, in fp32: some models have logits of
-several hundred, in which the last bits are as large."""
+"""The largest difference of a log probability, in nats, where both engines compute the same in
+fp32. Some models have logits of several hundred, in which the last bits are as large."""
 
 WIDER_WINDOWS = "cohere2", "cohere2_moe"
 """The classes whose windows are a token wider in vLLM, as their models were trained, than in
@@ -62,10 +64,13 @@ REASONS = {
     "Can't load image processor": "not tried here: vLLM wants its parts for images",
     "Unrecognized configuration class": "not tried here: vLLM wants its parts for images",
 }
-"""What words in vLLM's errors mean."""
+"""The meaning of phrases in vLLM's errors."""
 
 LONGEST_DETAIL = 300
+"""The most characters of an error's text that are kept with a verdict."""
+
 TOKENS_IN_ALL = 512
+"""The window of the small models, in tokens, and the tokens of a step."""
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -26,10 +26,10 @@ VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What vLLM is told by the environment: to run in the process that asks, and to be silent."""
+"""The environment of vLLM: it runs in the calling process, and logs errors alone."""
 
 PRELOADED = ["kvlinker_lab.models.vllm_comparison"]
-"""What all processes begin with, so that none of them imports vLLM again."""
+"""The modules that all processes begin with, so that none of them imports vLLM again."""
 
 SECONDS = 600
 """The most that one model may take, unless another limit is given."""
@@ -72,8 +72,8 @@ class VerdictsFile:
 def verdicts_in_vllm(
     kinds: Sequence[str], kept: VerdictsFile, *, seconds: float = SECONDS
 ) -> Iterator[Verdict]:
-    """Yield a verdict on each class, in order; those that are kept are not tried again. A model
-    may take so many seconds."""
+    """Yield a verdict on each class, in order. Classes with a kept verdict are not tried again. A
+    model may take ``seconds``."""
     os.environ.update(VARIABLES)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

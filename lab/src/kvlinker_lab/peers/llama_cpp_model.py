@@ -115,7 +115,7 @@ class LlamaCppPeer:
         return median_step(times)
 
     def _context(self, sequences: int, tokens: int) -> AbstractContextManager[LlamaContext]:
-        """Make room for so many sequences of so many tokens each."""
+        """Make a context of ``sequences`` with ``tokens`` each."""
         return llama_context(
             self._model, self._task.vocabulary, sequences, tokens, self._task.threads
         )
@@ -125,8 +125,8 @@ class LlamaCppPeer:
 def llama_context(
     model: Any, vocabulary: int, sequences: int, tokens: int, threads: int
 ) -> Iterator[LlamaContext]:
-    """Make room for so many ``sequences`` of so many ``tokens`` each, of a model of the library.
-    Raises ModelLoadError where there is none."""
+    """Make a context of ``sequences`` with ``tokens`` each, for a model of the library. Raises
+    ModelLoadError where there is no memory for it."""
     import llama_cpp
 
     options = llama_cpp.llama_context_default_params()

@@ -22,8 +22,7 @@ STEP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Task:
-    """Says which model a peer runs, and what is measured of it. Holds nothing but what JSON can
-    hold."""
+    """The work of a peer: its model, and the measurements. All values are ones that JSON has."""
 
     peer: str
     """The peer's name."""
@@ -118,10 +117,10 @@ class PeerKind:
     start: Callable[[Task], AbstractContextManager[Peer]]
     """Loads the task's model; leaving the context stops the peer."""
     program: str = ""
-    """What it runs on, beside kvlinker: the name by which an environment is given for it. Peers may
-    share one."""
+    """The name by which an environment is given for the program that it runs on beside kvlinker.
+    Peers may share one."""
     modules: tuple[str, ...] = ()
-    """What must be installed where it runs, by the names that they are imported by."""
+    """The modules that must be installed where it runs."""
     distributions: tuple[str, ...] = ()
     """Packages whose versions count, those that are installed."""
     installation: str = ""

@@ -26,7 +26,7 @@ VLLM: _Needs = {
     "installation": "pip install 'kvlinker[vllm]', or name an environment that has it: "
     "--python vllm=.venv-vllm/bin/python",
 }
-"""What a peer in vLLM needs."""
+"""The requirements of a peer in vLLM."""
 
 
 def vllm_options(task: Task, *, linking: bool) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Is the process that a peer runs in, as ``python -m kvlinker_lab.peers.worker TASK RESULT``: JSON
-files."""
+"""Runs a peer in a process of its own: ``python -m kvlinker_lab.peers.worker TASK RESULT``, with
+JSON files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPARED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds what one process measured of its peer. Holds nothing but what JSON can hold."""
+    """The measurements that one process made of its peer. All values are ones that JSON has."""
 
     seconds: Mapping[str, float]
     """Seconds by case: from the start of the process to a loaded model, to a first token, and per
@@ -40,7 +40,7 @@ class Measured:
     own_seconds: float = 0.0
     """The time until the comparison's own code was there, before the peer's."""
     own_bytes: int = 0
-    """What was resident then."""
+    """The bytes that were resident then."""
 
 
 def measure(task: Task) -> Measured:

@@ -36,8 +36,8 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
 
 
 def nothing_failed(tally: Tally) -> ReportCheck:
-    """Check that everything was answered, but for what was aborted on purpose, and for what had
-    been deleted."""
+    """Check that every request was answered. Requests that were aborted on purpose, or asked for
+    deleted content, do not count."""
     told = "".join(
         f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES)
     )

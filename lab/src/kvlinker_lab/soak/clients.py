@@ -14,7 +14,7 @@ import numpy as np
 from kvlinker.base.errors import ContextCacheNotFoundError, KVLinkerError
 from kvlinker.doors.client import AsyncClient
 from kvlinker.engines.contract.limits import engine_closed
-from kvlinker.quality.bench.load.driver import (
+from kvlinker_lab.load.driver import (
     BROKEN_OFF,
     CONNECTION,
     ERROR,
@@ -23,13 +23,13 @@ from kvlinker.quality.bench.load.driver import (
     Driver,
     RequestResult,
 )
-from kvlinker.quality.bench.load.endpoint import Endpoint
-from kvlinker.quality.bench.load.prompts import (
+from kvlinker_lab.load.endpoint import Endpoint
+from kvlinker_lab.load.prompts import (
     CachedDocuments,
     DocumentForm,
     PlainDocuments,
 )
-from kvlinker.quality.bench.load.traffic import Conversation, make_conversations
+from kvlinker_lab.load.traffic import Conversation, make_conversations
 from kvlinker_lab.soak.library import Library
 from kvlinker_lab.soak.marked import MarkedDocuments
 from kvlinker_lab.soak.plan import SoakPlan
@@ -68,9 +68,9 @@ class Tally:
     prompt_tokens: int = 0
     """Tokens of the prompts of complete answers."""
     cached_tokens: int = 0
-    """Those of them whose KV was there and kept."""
+    """Prompt tokens of complete answers whose KV was kept."""
     recomputed_tokens: int = 0
-    """Those of them that were computed again."""
+    """Prompt tokens of complete answers that were computed again."""
     output_tokens: int = 0
     """Tokens of complete answers."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -122,8 +122,8 @@ class Clients:
         self._usual_seconds = 1.0
 
     async def send_mixed(self, seconds: float) -> None:
-        """Converse, abort, replace documents and visit other routes for so many seconds, until all
-        is answered."""
+        """Converse, abort, replace documents and visit other routes for ``seconds``, until all is
+        answered."""
         end = self._clock() + seconds
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._plan.users):
@@ -133,8 +133,8 @@ class Clients:
             tasks.create_task(self._until(end, self._visit, VISIT_SECONDS))
 
     async def send_calm(self, conversations: int) -> Tally:
-        """Converse so many times, as ``users`` do at the same time, with no aborts and no changes
-        of documents; return what came of just that. Failures count in ``tally``, too."""
+        """Hold ``conversations``, by ``users`` at the same time, with no aborts and no changes of
+        documents, and return their tally. Failures count in ``self.tally``, too."""
         before, self.tally = self.tally, Tally()
         waiting = iter(range(conversations))
 
@@ -150,7 +150,8 @@ class Clients:
         return calm
 
     async def _until(self, end: float, act: Callable[[], Awaitable[None]], pause: float) -> None:
-        """Do something again and again with pauses of so many seconds; what fails is counted."""
+        """Call ``act`` again and again until ``end``, with pauses of ``pause`` seconds. Failures
+        are counted."""
         while (now := self._clock()) < end:
             try:
                 self.tally.refused += await retried(act)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvlinker.base.errors import ContextCacheNotFoundError
 from kvlinker.doors.client import AsyncClient
-from kvlinker.quality.bench.load.traffic import random_text
+from kvlinker_lab.load.traffic import random_text
 
 EXPIRING_SECONDS = 5
 """The time to live of documents that are left to expire."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlinker.quality.bench.load.prompts import Content
+from kvlinker_lab.load.prompts import Content
 
 
 @dataclass(frozen=True, slots=True)

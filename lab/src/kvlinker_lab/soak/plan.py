@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.bench.load.traffic import KINDS, TrafficShape
+from kvlinker_lab.load.traffic import KINDS, TrafficShape
 
 FEWEST_SAMPLES = 6
 """Two for each third of the time: fewer say nothing about growth."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlinker.quality.bench.load.servers import Server, resident_bytes
+from kvlinker_lab.load.servers import Server, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)

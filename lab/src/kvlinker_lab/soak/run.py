@@ -14,8 +14,8 @@ import httpx
 
 from kvlinker.doors.client import AsyncClient
 from kvlinker.quality.bench.harness.report import ReportCheck, Row
-from kvlinker.quality.bench.load.endpoint import Endpoint
-from kvlinker.quality.bench.load.servers import COMMAND, Server
+from kvlinker_lab.load.endpoint import Endpoint
+from kvlinker_lab.load.servers import COMMAND, Server
 from kvlinker_lab.soak import checks
 from kvlinker_lab.soak.clients import Clients
 from kvlinker_lab.soak.library import Library
@@ -28,6 +28,8 @@ QUIET_SECONDS = 300.0
 _CALM_CONVERSATIONS = 4
 """Conversations of each user in which nothing else happens."""
 _POLL_SECONDS = 0.2
+"""The seconds between two looks whether the server is quiet."""
+
 _SLACK: Mapping[str, float] = {"memory_mb": 16.0, "descriptors": 12, "threads": 12, "disk_mb": 8.0}
 """The growth that says nothing, by the column of the rows: pools of threads and connections follow
 the load."""
@@ -93,7 +95,7 @@ class _Soak:
     statuses: list[int] = field(default_factory=list)
     """The exit statuses of restarted servers."""
     up: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever needs a server that runs, and while it is restarted."""
+    """Held by each task that needs a running server, and during a restart."""
 
     async def run(self) -> SoakResult:
         """Send the traffic, and judge what was seen."""
@@ -223,7 +225,7 @@ class _Soak:
         return file_sizes(self.server.state_dir / "chunks", "*.safetensors")
 
     def _state_checked(self) -> ReportCheck:
-        """Have ``kvlinker caches check`` read the state directory."""
+        """Check the state directory by ``kvlinker caches check``."""
         command = [
             *COMMAND,
             "caches",

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.quality.bench.harness.files import check_cold_reads
-from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.quality.bench.harness.measurement import Workload, check_cold_reads
 from kvlinker.quality.bench.harness.report import Report
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store.redaction import place_of, redacted

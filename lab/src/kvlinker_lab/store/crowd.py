@@ -21,9 +21,16 @@ from kvlinker_lab.store.rows import store_row
 TENANT = "bench"
 FINGERPRINT = "bench"
 TOKENS = 512
+"""The tokens of a chunk."""
+
 BATCH = 1000
+"""The entries that are written in one transaction."""
+
 TIMES = 200
+"""The most look-ups that are timed."""
+
 BUDGET = 1 << 50
+"""The tier's budget in bytes, which is never exhausted."""
 
 
 def crowd_rows(entries: int, *, progress: Callable[[str], None]) -> list[Row]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 READ_BYTES = 8 << 20
+"""The bytes of one read."""
 
 
 def total_bytes(files: Sequence[Path]) -> int:

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from kvlinker.base.errors import InvalidRequestError
 
 PIECE_BYTES = 1 << 17
+"""The most bytes that are passed on at once."""
+
 BURST_SECONDS = 0.002
 """The most seconds of idle time that the medium may make up for afterwards."""
 

@@ -14,8 +14,7 @@ import torch
 
 from kvlinker.base.events import Events
 from kvlinker.engines.embedded.model.anatomy import keeping
-from kvlinker.quality.bench.harness.files import chunk_files
-from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.quality.bench.harness.measurement import Workload, chunk_files
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.store import ChunkKV, DiskTier, LayerKV

@@ -12,8 +12,7 @@ from typing import Any
 from kvlinker.base.types.chunks import chunk_key
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.prompting.segments import Prompt
-from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
-from kvlinker.quality.bench.harness.measurement import TENANT
+from kvlinker.quality.bench.harness.measurement import TENANT, chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.bench.ttft import SPARE_SLOTS, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore

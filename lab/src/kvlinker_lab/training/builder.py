@@ -34,7 +34,7 @@ class Unit:
     passages: list[str]
     questions: list[Question]
     values: dict[str, str] = field(default_factory=dict)
-    """What is said of the entity, by the relation's name."""
+    """The statements about the entity, by the relation's name."""
     after: Unit | None = None
     """The unit that has to come before this one."""
 

@@ -19,6 +19,7 @@ from kvlinker_lab.training import vocabulary as words
 _VERBS = ("get", "find", "show", "check", "read", "fetch", "look_up", "search")
 _WEATHER = ("cold", "warm", "wet", "windy", "bright", "foggy", "dry", "mild", "grey", "calm")
 _MOST_TOOLS = 3
+"""The most services whose tools a request offers."""
 
 
 class _Service(NamedTuple):

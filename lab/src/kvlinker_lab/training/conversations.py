@@ -49,6 +49,8 @@ SYSTEM_PROMPTS = (
 )
 
 _READ_SHARE = 0.3  # of turns with tools at hand: they are about a passage
+"""The share of questions about passages; the others need a tool."""
+
 _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\n\n")
 
 

@@ -31,8 +31,8 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _S
 
 
 def schema_answers(llm: LLM, count: int, words: tuple[int, int], seed: int = 0) -> int:
-    """Return how many of so many questions are answered right where nothing but an enforced schema
-    asks for JSON."""
+    """Return how many of ``count`` questions are answered right where only an enforced schema asks
+    for JSON."""
     rng = random.Random(f"schemas/{seed}")
     settings = replace(WorldSettings(library_share=0), held_out=True)
     right = 0
@@ -49,9 +49,9 @@ def schema_answers(llm: LLM, count: int, words: tuple[int, int], seed: int = 0) 
 def tool_calls(
     llm: LLM, count: int, *, choice: Literal["auto", "required"], seed: int = 0
 ) -> tuple[int, int]:
-    """Return how many of so many questions led to the right call, and how many of those to the
-    right answer once the call's result was told. ``choice`` is ``auto``, or ``required``, which
-    enforces that there is a call."""
+    """Return how many of ``count`` questions led to the right call, and how many of these calls to
+    the right answer after the result. ``choice`` is ``auto``, or ``required``, which enforces a
+    call."""
     rng = random.Random(f"calls/{seed}")
     called = told = 0
     for _ in range(count):

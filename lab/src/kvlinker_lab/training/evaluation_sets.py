@@ -57,12 +57,16 @@ _AGES = re.compile(r"(\w+) (\d+), (\w+) (\d+): (\d+)")
 """An answer that compares the ages of two people."""
 
 SEED = 0
+"""The seed of the shipped data sets."""
+
 SETTINGS = WorldSettings(library_share=0, held_out=True)
 MOST_WORLDS = 1000
 """Worlds in a row without a question of the wanted kind after which the generator is said not to
 make it."""
 
 PASSAGES = 6
+"""The passages before each continuation."""
+
 PASSAGE_CHARACTERS = 335
 """Characters of a passage: about 96 of the reader's tokens."""
 CONTINUATION_CHARACTERS = 223

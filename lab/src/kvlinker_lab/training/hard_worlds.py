@@ -16,6 +16,8 @@ from kvlinker_lab.training.relations import CITY_RELATIONS, FRIEND, PERSON_RELAT
 from kvlinker_lab.training.tasks import labelled_format
 
 _MOST_NAMED = 4  # people in one answer
+"""The most people that share a value, so that an answer names all of them."""
+
 _DAYS = range(1, 91)
 
 _FRIENDS_RIVER = (
@@ -41,7 +43,7 @@ _PLURAL = {
     "colour": ("drive a {v} car", "What colour is everybody's car?"),
     "employer": ("work for {v}", "Who does everybody work for?"),
 }
-"""Of relations: what several people do, and a question about all of them."""
+"""Phrases about several people and questions about all of them, by relation."""
 
 _CORRECTIONS = (
     "Correction. {statement}",

@@ -113,7 +113,8 @@ def _set_embeddings(reader: Reader, tokenizer: Tokenizer, place: Tensor, size: T
 
 
 def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
-    """Have query head 0 look one position back, and write the token's projection into the note."""
+    """Set query head 0 to look one position back, and to write the token's projection into the
+    note."""
     settings = attention.settings
     half = settings.head_dim // 2
     turns = settings.rope_theta ** (-torch.arange(_FAST) / half)  # radians per position
@@ -132,8 +133,8 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
 def _set_last_word_head(
     attention: Attention, group: int, flag: int, projection: Tensor, note: slice
 ) -> None:
-    """Have the first query head of a key-value group look at the nearest word with a flag, and note
-    it."""
+    """Set the first query head of a key-value group to look at the nearest word with a flag, and to
+    note it."""
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     head = 2 * group * size
@@ -161,7 +162,7 @@ def _set_copying_heads(
     strength: float,
     preference: float,
 ) -> None:
-    """Have the first heads of two key-value groups attend where `noted` equals the projection of
+    """Set the first heads of two key-value groups to attend where `noted` equals the projection of
     `asked`.
 
     Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
@@ -191,8 +192,8 @@ def _set_copying_heads(
 
 
 def _set_choosing_head(attention: Attention, copied: Tensor, size: Tensor) -> None:
-    """Have query head 0 look at the last surnames and copy; its keys tell what `size` their facts
-    have."""
+    """Set query head 0 to look at the last surnames and to copy. Its keys encode the `size` of
+    their facts."""
     settings = attention.settings
     half = settings.head_dim // 2
     q, k, v, o = _weights(attention)

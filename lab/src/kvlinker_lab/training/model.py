@@ -20,8 +20,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from kvlinker_lab.training.tokenizer import BOS, END, PAD, VOCABULARY_SIZE
 
 _QUERY_BLOCK = 64
+"""The queries whose attention is computed at once, which bounds the memory."""
+
 _SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
+"""The negative logarithm of the attention on token 0 up to which a head has no loss: half of its
+attention."""
+
 _SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is higher
+"""The mean attention on token 0 from which a layer has no loss."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ Theme = Literal[
     "rules",
     "rolls", "records", "people",
 ]  # fmt: skip
-"""What a world is about: ``people`` has plain facts only."""
+"""The theme of a world: ``people`` has plain facts only."""
 
 
 class Question(NamedTuple):

@@ -14,7 +14,10 @@ from kvlinker_lab.training.questions import Question, World
 from kvlinker_lab.training.relations import PERSON_RELATIONS
 
 _GAP = 5  # years; closer ages are not compared
+"""The least difference of two compared ages, in years."""
+
 _PER_PERSON = 2  # questions per person of the world
+"""The pairs that are tried per person."""
 
 _LABELLED = ("{label}: {v}", "{label} = {v}", "{label} - {v}", "{label} ({v})", "{label}: {v}.")
 _BARE = ("({v})", "[{v}]", '"{v}"', "* {v}", "- {v}", "<{v}>", "{v}!", "It is {v}.", "= {v}")

@@ -24,6 +24,8 @@ from kvlinker_lab.training.relations import BRIDGES, RELATIONS
 from kvlinker_lab.training.tasks import FORMATS
 
 VOCABULARY_SIZE = 4096
+"""The most tokens of the vocabulary."""
+
 SPECIAL_TOKENS = ("<s>", "<|end|>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS, END, PAD, SYSTEM, USER, ASSISTANT = range(len(SPECIAL_TOKENS))
 

@@ -28,7 +28,10 @@ from kvlinker_lab.training.model import Reader
 from kvlinker_lab.training.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
 _LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
+"""The share of positions that are learned: answers first, then a sample of the others."""
+
 _PROBES = 12  # positions per step at which the attention on the first token is measured
+"""The positions of a batch whose attention on token 0 is trained."""
 
 
 @dataclass

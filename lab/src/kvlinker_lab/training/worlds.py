@@ -25,7 +25,7 @@ from kvlinker_lab.training.relations import BRIDGES, CITY_RELATIONS, COMPANY_REL
 from kvlinker_lab.training.tasks import Aged, answer_format, comparisons, example_passage, haystack
 
 Build = Callable[[random.Random, WorldSettings, int], World]
-"""Builds a world of about so many words of passages."""
+"""Builds a world of passages. The number is about their words."""
 
 
 def build_world(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:

@@ -16,6 +16,7 @@ from kvlinker.cli.bench.common import (
     Plot,
     Shape,
     command_line,
+    exit_on_signals,
     require_folders,
     show,
 )
@@ -51,7 +52,6 @@ class BenchmarkGroup(LazyGroup):
 def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     """Make the function of a benchmark's command; its options are its parameters."""
     from kvlinker.quality.bench.harness.report import require_plot
-    from kvlinker.quality.bench.load.servers import ended_by_signals
 
     def run(
         settings: Settings,
@@ -65,7 +65,7 @@ def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
             require_folders(json, plot)
             if plot is not None:
                 require_plot(plot)
-            with ended_by_signals(), progress_display() as progress:
+            with exit_on_signals(), progress_display() as progress:
                 report = benchmark.run(
                     Setup(settings, shape, command_line(program), progress), **own
                 )

@@ -1,9 +1,12 @@
-"""Shared by the benchmark commands: options, progress, and how results are shown."""
+"""Parts that the commands of benchmarks share: options, signals, and the output of results."""
 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,3 +65,22 @@ def require_folders(*files: Path | None) -> None:
 def command_line(program: str = "kvlinker") -> str:
     """Return the command line that reproduces this run of ``program``."""
     return shlex.join([program, *sys.argv[1:]])
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Exit at SIGTERM and SIGHUP, so that the processes that this one has started end before it,
+    and its temporary files are removed."""
+
+    def exit_process(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError):  # not in the main thread
+            before[number] = signal.signal(number, exit_process)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

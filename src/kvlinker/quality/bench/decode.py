@@ -51,6 +51,7 @@ COLUMNS = (
     "outside_%",
 )
 FRESH_TOKENS = 32
+"""The tokens behind the chunks: the default of the benchmarks."""
 
 RECORDS = {
     "type": "array",
@@ -74,7 +75,7 @@ SAMPLING: Mapping[str, SamplingFields] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     "stop": {"stop": ("\n\n", "Question:")},
 }
-"""What requests may ask for, by its name; tokens are the likeliest unless they are drawn."""
+"""Sampling parameters of requests, by name. Tokens are the likeliest, unless they are drawn."""
 
 Batches = Mapping[int, Sequence[Prompt]]
 """As many prompts as each batch has, by their number."""
@@ -88,12 +89,12 @@ class Case(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step took."""
+    """The time of a step."""
 
     seconds: float
     outside: Mapping[str, float] = MappingProxyType({})
-    """What of it was outside of the model, by the columns that say so; empty where the system does
-    not tell."""
+    """The seconds outside of the model, by the columns that report them; empty where the system
+    does not report them."""
 
 
 @benchmark("decode")

@@ -63,6 +63,7 @@ CHANGE_RESULTS = ("max_tokens", "truncate", "codec", *CONTEXT_SETTINGS)
 """The settings that kept results depend on, besides the example and the policy."""
 
 _SKIPS_SHOWN = 5
+"""The skipped records of which each is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.profiling import Profile
 from kvlinker.base.threads import in_own_thread
 from kvlinker.linking import parse_policy
@@ -29,11 +30,13 @@ from kvlinker.quality.bench.harness.benchmark import (
     counts,
     followed,
 )
-from kvlinker.quality.bench.harness.files import check_cold_reads, chunk_files, drop_from_page_cache
 from kvlinker.quality.bench.harness.measurement import (
     Workload,
     cache_chunks,
+    check_cold_reads,
+    chunk_files,
     copy_bandwidth,
+    drop_from_page_cache,
     first_token,
     greedy_request,
     in_turn,
@@ -41,8 +44,6 @@ from kvlinker.quality.bench.harness.measurement import (
 )
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker.quality.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
-from kvlinker.quality.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.quality.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -51,7 +52,20 @@ if TYPE_CHECKING:
     from kvlinker.engines.embedded.engine import EmbeddedEngine
     from kvlinker.engines.embedded.model.loaded import LoadedModel
 
+ChunkCounts = Annotated[
+    str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")
+]
+ChunkTier = Annotated[
+    str, typer.Option(help="Where the chunk caches are: host, or disk, with an empty page cache.")
+]
+FullLimit = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens."),
+]
+
 SPARE_SLOTS = 1024
+"""The KV slots beyond those of the longest prompt, for its answer and for rounding to blocks."""
+
 PARTS = ("load", "select", "attention", "matmul", "rest")
 COLUMNS = (
     "policy",
@@ -110,31 +124,24 @@ def _label(row: Row) -> str:
 def ttft(
     setup: Setup,
     *,
-    chunks: Annotated[
-        str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")
-    ] = "8",
+    chunks: ChunkCounts = "8",
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
     policies: ComparedPolicies = None,
-    tier: Annotated[
-        str,
-        typer.Option(help="Where the chunk caches are: host, or disk, with an empty page cache."),
-    ] = "host",
-    full_limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens."),
-    ] = None,
+    tier: ChunkTier = "host",
+    full_limit: FullLimit = None,
     repeat: Repeat = 5,
 ) -> Report:
     """Measure the time to first token of prompts made of cached chunks, by policy, and where it
-    goes.
-
-    With --engine vllm, vLLM's is compared with the embedded engine's, with how fast a neighbour
-    decodes meanwhile.
-    """
+    goes."""
+    if setup.settings.engine == "vllm":
+        raise InvalidRequestError(
+            "kvlinker bench ttft measures the embedded engine. Run kvlinker bench ttft-vllm, which"
+            " compares vLLM with it.",
+            param="engine",
+        )
     workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
     named = compared_policies(policies, setup.settings)
-    with_vllm = setup.settings.engine == "vllm"
     subject = setup.subject(repeat=repeat)
     if policies is None:
         named = followed(named, subject.loaded)
@@ -145,20 +152,13 @@ def ttft(
         repeat=repeat,
         tier=tier,
         full_limit=full_limit,
-        with_transformers=not with_vllm,
         progress=setup.progress,
     )
-    if with_vllm:
-        rows = run_vllm_ttft(
-            subject,
-            setup.settings,
-            workloads,
-            named,
-            repeat=repeat,
-            tier=tier,
-            progress=setup.progress,
-        )
-        report = replace(report, rows=[*report.rows, *rows], columns=VLLM_COLUMNS)
+    return with_growth(report)
+
+
+def with_growth(report: Report) -> Report:
+    """Add to a report how the time to first token grows with the length of prompts."""
     growth = scaling_exponents(report.rows).items()
     return replace(
         report,
@@ -354,7 +354,7 @@ def _parts(
 
 
 def _forget_files(state_dir: Path) -> None:
-    """Have chunks be read from the disk itself."""
+    """Empty the page cache of chunk files, so that the disk itself is read."""
     drop_from_page_cache(chunk_files(state_dir))
 
 

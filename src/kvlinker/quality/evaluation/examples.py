@@ -52,7 +52,7 @@ class Question(_Example):
     choices: tuple[str, ...] = ()
     """The answers of which the model has to give one; none where it answers freely."""
     wrong: tuple[str, ...] = ()
-    """What an answer names that has taken something from a passage that was not asked about."""
+    """The names in wrong passages: an answer with one of them mixes passages up."""
 
 
 @dataclass(frozen=True)

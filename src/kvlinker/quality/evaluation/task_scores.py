@@ -18,8 +18,8 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Holds the mean of one metric over the examples of a task; higher is better, but for losses.
-    The bounds are those of 95% intervals."""
+    """The mean of one metric over the examples of a task. Higher is better, except for losses. The
+    bounds are those of 95% intervals."""
 
     policy: str
     dataset: str

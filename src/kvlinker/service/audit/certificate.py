@@ -1,5 +1,5 @@
-"""Certificates state what was measured of a policy with a model; ``kvlinker certify`` writes them,
-and servers may require them."""
+"""A certificate states the measured agreement of a policy with a model. ``kvlinker-lab certify``
+writes certificates, and servers may require them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class CertifiedPolicies:
         return (
             f"Policy {policy} has no certificate for this model and these settings, and this server"
             f" answers under certified policies only: {known}. Use one of them, or have the"
-            f" operator run 'kvlinker certify --model {self._model} --policy {policy}'."
+            f" operator run 'kvlinker-lab certify --model {self._model} --policy {policy}'."
         )
 
     def check(self, policy: Policy) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
 
 SCRATCH = "advise"
-"""The name of the folders for samples, next to those of the configured tiers: ``kvlinker advise``
-writes them."""
+"""The name of the folders for samples, next to those of the configured tiers. ``kvlinker-lab
+advise`` writes them."""
 
 
 class StoreSettings(Protocol):
@@ -148,7 +148,7 @@ class ConfiguredTier(ABC):
 
     @property
     def has_scratch(self) -> bool:
-        """True if ``kvlinker advise`` can measure the tier in a folder for samples."""
+        """True if ``kvlinker-lab advise`` can measure the tier in a folder for samples."""
         return type(self).scratch is not ConfiguredTier.scratch
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:

@@ -24,6 +24,9 @@ from kvlinker_lab.inspection import attention_deviation, kv_distance
 RATIOS = (2, 5, 10, 20, 30, 50)
 """Percentages of the tokens that are recomputed."""
 EXAMPLES = 84
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 ORACLE, CONTROL = "oracle", "random"
 KINDS = ("cacheblend", "query", CONTROL)
 ENDS = ("naive", "full")

@@ -25,9 +25,14 @@ from kvlinker_lab.inspection import kv_distance
 from kvlinker_lab.statistics import spearman
 
 EXAMPLES = 105
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 TOP, WIDER_TOP = 10, 15
 """Percentages of the tokens that are looked at."""
 QUANTILES = 101
+"""The quantiles of deviations that are stored: one for each percent."""
+
 TAIL = 2.0
 """The factor over the others' mean deviation from which the top's is called much higher."""
 STRONG = 0.5

@@ -24,6 +24,7 @@ KINDS = {
     "query": [f"query-{ratio}" for ratio in CONTROL_RATIOS],
 }
 EXAMPLES = 126
+"""The number of examples, unless ``--limit`` gives another."""
 
 
 def _measure(lab: Lab) -> list[Row]:

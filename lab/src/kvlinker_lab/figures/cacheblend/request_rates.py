@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.prompts import PLAIN, REORDERED
-from kvlinker.quality.bench.load.report import draw_over_load
-from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.serving import SHAPE, serving, value_at
+from kvlinker_lab.load.prompts import PLAIN, REORDERED
+from kvlinker_lab.load.report import draw_over_load
+from kvlinker_lab.load.traffic import TrafficShape
 
 FULL, CACHEBLEND = "full", "cacheblend-15"
 POLICIES = (FULL, PLAIN, REORDERED, CACHEBLEND)
@@ -21,6 +21,8 @@ TRAFFIC = TrafficShape(
 """Six chunks of 512 tokens in random order and short answers, as in the paper."""
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 REQUESTS = 24
+"""The requests at each rate, unless ``--limit`` gives another number."""
+
 TIMES_IDLE = 2
 """How many times ``full``'s time to first token at the lowest rate a rate may take, to count as
 sustained."""

@@ -23,6 +23,9 @@ COUNTS = (1, 2, 4, 8, 12, 16)
 """Numbers of passages that are kept."""
 POLICIES = ("full", "cacheblend-15", "query-5", "naive")
 EXAMPLES = 84
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 DODGE = 0.08
 """The horizontal distance between the policies' points in the figure, in passages."""
 K1, B = 1.5, 0.75

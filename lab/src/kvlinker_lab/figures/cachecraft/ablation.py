@@ -19,6 +19,9 @@ from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 84
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 ROUGE = "rouge_l_vs_full"
 
 DESIGNS: dict[str, tuple[Policy, ...]] = {

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.prompts import PLAIN
-from kvlinker.quality.bench.load.report import draw_over_load
-from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.load.prompts import PLAIN
+from kvlinker_lab.load.report import draw_over_load
+from kvlinker_lab.load.traffic import TrafficShape
 
 FULL, H2O = "full", "h2o-60"
 CACHECRAFT = "cachecraft-0.5"
@@ -25,6 +25,7 @@ TRAFFIC = TrafficShape(
 )
 BATCHES = (1, 2, 4, 8)
 REPEAT = 3
+"""The batches of each size, of which the median counts."""
 
 
 def _measure(lab: Lab) -> list[Row]:

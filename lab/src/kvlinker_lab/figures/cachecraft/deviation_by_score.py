@@ -14,7 +14,10 @@ from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.statistics import Correlation, grouped_correlation
 
 EXAMPLES = 50
+"""The number of examples, unless ``--limit`` gives another."""
+
 BINS = 5
+"""The bins of scores, with equally many points each."""
 
 PANELS = {
     "cci": (OTHERS, "CCI", "behind other chunks (β = 0)"),

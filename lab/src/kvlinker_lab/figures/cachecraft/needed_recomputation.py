@@ -15,7 +15,12 @@ from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.statistics import grouped_correlation
 
 EXAMPLES = 28
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 BINS = 8
+"""The bins of scores, with equally many points each."""
+
 PERCENTS = (0, 15, 30, 50, 75)
 THRESHOLDS = (0.025, 0.05, 0.1)
 """Relative KV deviations that are accepted."""

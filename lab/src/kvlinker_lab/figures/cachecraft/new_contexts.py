@@ -22,10 +22,15 @@ from kvlinker_lab.figures.lab import Lab, OpenReader
 from kvlinker_lab.inspection import relative_kv_distance
 
 MOST_CHUNKS = 10
+"""The most chunks of a context that are looked at."""
+
 FEWEST_CHUNKS = 4
+"""The fewest chunks of a context that is looked at."""
+
 KEPT = (0.25, 0.5, 0.75)
 SHUFFLES = (1, 4, 64)
 LAST = 2
+"""The chunks at the end of a context whose order is compared."""
 
 OTHERS, PARTS, ORDERS = "others", "parts", "orders"
 """The kinds of new contexts: other chunks only (β = 0); some of the old ones among others, in their

@@ -21,6 +21,9 @@ from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 140
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 PERCENT = 30
 """The share of every chunk's tokens that is recomputed, as in the paper's table."""
 

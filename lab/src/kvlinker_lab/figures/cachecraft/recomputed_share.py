@@ -12,6 +12,9 @@ from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 105
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 ALPHAS = ("0.25", "0.5", "1", "2")
 SHARES = (15, 30, 60)
 POLICIES = (

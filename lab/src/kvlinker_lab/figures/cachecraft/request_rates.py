@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.prompts import PLAIN
-from kvlinker.quality.bench.load.report import draw_over_load
-from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.load.prompts import PLAIN
+from kvlinker_lab.load.report import draw_over_load
+from kvlinker_lab.load.traffic import TrafficShape
 
 FULL, NAIVE = "full", "naive"
 CACHECRAFT = "cachecraft-0.6"
@@ -24,6 +24,7 @@ TRAFFIC = TrafficShape(
 """The top 5 chunks of a retriever, as in the paper's production workload."""
 LOADS = (0.5, 1.0, 2.0)
 REQUESTS = 24
+"""The requests at each load, unless ``--limit`` gives another number."""
 
 
 def _measure(lab: Lab) -> list[Row]:

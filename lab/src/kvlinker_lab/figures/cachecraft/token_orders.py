@@ -16,6 +16,9 @@ from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.inspection import attention_deviation, relative_kv_distance
 
 EXAMPLES = 56
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 PERCENTS = (10, 30, 50, 70)
 ORDERS: dict[str, Callable[[int], Policy]] = {
     "inter": ContextOrder,

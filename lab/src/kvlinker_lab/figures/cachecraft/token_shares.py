@@ -15,6 +15,9 @@ from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 210
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 PERCENTS = tuple(range(0, 101, 5))
 
 

@@ -25,6 +25,9 @@ POLICIES = (
     "random-15",
 )
 EXAMPLES = 70
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 FORM = "semantic"
 EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 

@@ -25,6 +25,9 @@ SEMANTIC, FIXED = SPLITS
 WINDOW = 64
 """The tokens of a chunk of fixed size: two or three of the data's passages."""
 EXAMPLES = 105
+"""The number of examples, unless ``--limit`` gives another: a multiple of the seven kinds of
+questions, which come in turn."""
+
 KINDS = ("single", "anaphora")
 """Tasks that are shown beside all together: windows cut sentences of the first, and join passages
 of the second."""

@@ -19,10 +19,15 @@ POLICIES = ("full", "cacheblend-15", "attnlink-16", "legolink-16", "naive")
 EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 CHUNKS = (1, 2, 4, 8, 16)
 CHUNK_TOKENS = 512
+"""The tokens of a chunk: the default of the benchmarks."""
+
 FRESH_TOKENS = 32
+"""The tokens behind the chunks: the default of the benchmarks."""
+
 FULL_CHUNKS = 8
 """``full`` is left out of longer prompts: a minute each."""
 REPEAT = 3
+"""The measurements of each length, of which the median counts."""
 
 
 def _measure(lab: Lab) -> list[Row]:

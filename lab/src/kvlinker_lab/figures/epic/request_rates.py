@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker.quality.bench.load.report import draw_over_load
-from kvlinker.quality.bench.load.traffic import TrafficShape
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.load.report import draw_over_load
+from kvlinker_lab.load.traffic import TrafficShape
 
 ATTNLINK, LEGOLINK, CACHEBLEND = "attnlink-16", "legolink-16", "cacheblend-15"
 POLICIES = (ATTNLINK, LEGOLINK, CACHEBLEND)
@@ -20,6 +20,7 @@ TRAFFIC = TrafficShape(
 )
 RATES = (1.0, 2.0, 4.0, 8.0)
 REQUESTS = 24
+"""The requests at each rate, unless ``--limit`` gives another number."""
 
 
 def _measure(lab: Lab) -> list[Row]:

@@ -11,8 +11,8 @@ from kvlinker.quality.evaluation.examples import Example
 from kvlinker.quality.evaluation.task_scores import ALL_TASKS
 
 TIMED_SHARE = 5
-"""One in so many examples is timed. It divides no number of kinds, which come in turn: so all kinds
-are timed."""
+"""The number of examples of which one is timed. Kinds of examples come in turn, and no number of
+kinds is a multiple of it, so that all kinds are timed."""
 
 Asked = TypeVar("Asked")
 

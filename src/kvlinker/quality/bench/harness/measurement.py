@@ -1,14 +1,16 @@
-"""Measures first tokens and steps of decoding, competitors in turn, and a machine's
-limits."""
+"""Measures first tokens and steps of decoding, competitors in turn, a machine's limits, and cold
+reads of chunk files."""
 
 from __future__ import annotations
 
+import os
 import queue
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -279,3 +281,23 @@ def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
     seconds = [seconds_of(synchronised)() for _ in range(11)]
     return statistics.median(seconds[2:])
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    """Return all chunk files below a state directory, sorted."""
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def check_cold_reads() -> None:
+    """Raise InvalidRequestError if the page cache cannot be emptied of files."""
+    if not hasattr(os, "posix_fadvise"):
+        raise InvalidRequestError(
+            "This system has no posix_fadvise, which cold reads need: run it on Linux."
+        )
+
+
+def drop_from_page_cache(files: Sequence[Path]) -> None:
+    """Drop synchronised files from the page cache, so that the next read is one of the disk."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

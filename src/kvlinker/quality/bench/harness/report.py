@@ -45,12 +45,12 @@ _TEXT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ReportCheck:
-    """Says whether something held that has to hold in every run."""
+    """A condition that has to hold in every run, and whether it did."""
 
     name: str
     passed: bool
     finding: str
-    """What was found, in words and figures."""
+    """The finding, in words and figures."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Report:
     warnings: Sequence[str] = ()
     """Warnings of what was left out, and why."""
     checks: Sequence[ReportCheck] = ()
-    """What had to hold; the command ends with 1 where something did not."""
+    """Conditions of the run. The command ends with 1 where one is not met."""
 
     @property
     def passed(self) -> bool:

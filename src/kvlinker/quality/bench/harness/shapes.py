@@ -23,7 +23,10 @@ from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.settings import WeightFormat
 
 VOCABULARY = 32_000
+"""The tokens of the vocabulary, as Llama 2 has them."""
+
 CONTEXT_WINDOW = 65_536
+"""The most tokens of a prompt with its answer."""
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 704},

@@ -63,7 +63,7 @@ BUNDLED = {
 """The files of the data sets that ship with kvlinker, by name."""
 
 MADE = {facts.NAME: facts.fact_examples}
-"""What makes the other data sets that ship with kvlinker, by name."""
+"""The functions that make the other data sets that ship with kvlinker, by name."""
 
 HAYSTACK = "needle"
 """The format of a folder of texts."""

@@ -38,6 +38,7 @@ SHOTS = 6
 
 _TURN = re.compile(r"^[^\s:][^:\n]{0,40}:(\s|$)", re.MULTILINE)
 _FEWEST_TURNS = 2
+"""The fewest lines that make a dialogue."""
 
 
 def _multi_hop(record: Record, source: Source) -> Question:

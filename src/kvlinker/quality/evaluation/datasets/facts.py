@@ -48,8 +48,8 @@ EXAMPLES = 100
 
 
 def facts(number: int, sentences: int) -> Question:
-    """Make four documents of one fact, at any place among so many further sentences, and a question
-    about one of them. Equal numbers make equal questions."""
+    """Make four documents of one fact each, at any place among ``sentences`` further sentences, and
+    a question about one of them. Equal numbers make equal questions."""
     rng = random.Random(f"{sentences} {number}")
     surnames, names = rng.sample(LAST, 4), rng.sample(NAMES, 4)
     documents = []

@@ -26,6 +26,7 @@ from kvlinker.quality.evaluation.datasets.records import BadRecordError, Record,
 from kvlinker.quality.evaluation.examples import Question
 
 PAIRS_PER_PASSAGE = 5
+"""The keys with their values in one passage. Chosen by hand."""
 
 NEEDLE = (
     "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny"
