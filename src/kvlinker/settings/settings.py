@@ -513,8 +513,8 @@ class Settings(BaseSettings):
     require_certificate: bool = Field(
         default=False,
         description=(
-            "Answer only under policies that kvlinker-lab certify has certified with this model, and"
-            " full."
+            "Answer only under policies that kvlinker-lab certify has certified with this model,"
+            " and full."
         ),
     )
     quality_per_tenant: bool = Field(

@@ -41,7 +41,6 @@ from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.llm import LLM
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.prompting.marks import ttl_seconds
-from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.agents.workflows import (
     LONGEST_WORKFLOW,
     MOST_EXPECTED,
@@ -51,6 +50,7 @@ from kvlinker.service.agents.workflows import (
     NextUse,
     WorkflowStep,
 )
+from kvlinker.service.context_caches.kept_answers import KeepRequest
 
 T = TypeVar("T")
 
