@@ -187,7 +187,7 @@ class FakeRunner(Runner):
 
         self.begun_seconds = 0.0
 
-    def takes_layers(self, batch: Batch) -> bool:
+    def accepts_layers(self, batch: Batch) -> bool:
         return batch.is_plain
 
     def compute_layers(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
@@ -366,7 +366,7 @@ class Simulation:
                 max_step_tokens=max_step_tokens,
                 seconds_per_token=seconds_per_token,
                 pieces=LayeredPieces(
-                    self.throughput, self.runner.takes_layers, token_limit=piece_tokens
+                    self.throughput, self.runner.accepts_layers, token_limit=piece_tokens
                 ),
             ),
             max_running=max_running,

@@ -71,7 +71,7 @@ POOL_SHARE = 0.25
 POOL_WINDOWS = 16
 """The most context windows that the pool is made to hold."""
 
-FEWEST_SLOTS = 1024
+SLOT_MINIMUM = 1024
 """The fewest slots that a pool may have, unless the context window is shorter still."""
 
 RECORDED_SHARE = 1 / 8
@@ -101,7 +101,7 @@ def default_slots(loaded: LoadedModel, window: int, running: int) -> int:
     most = POOL_WINDOWS * window
     room = max(0, int(available * POOL_SHARE) - states)
     affordable = min(room // max(1, loaded.kv_bytes_per_token), most)
-    if affordable < min(window, FEWEST_SLOTS):
+    if affordable < min(window, SLOT_MINIMUM):
         beside = f" beside the states of {running} requests ({states / 2**30:.1f} GiB)"
         raise ModelLoadError(
             f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV"
@@ -205,7 +205,7 @@ class EmbeddedEngine:
                 seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
                 pieces=LayeredPieces(
                     throughput,
-                    self.runner.takes_layers,
+                    self.runner.accepts_layers,
                     token_limit=min(self.runner.most_layered_tokens, step_tokens),
                 ),
             ),

@@ -57,7 +57,7 @@ def without_compiler() -> Iterator[None]:
     standing_in = {COMPILER: compiler, INDICES: indices}
     compiler.__path__ = []
 
-    def left_as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+    def unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
         return (lambda marked: marked) if function is None else function
 
     def transform(*given: Any, **named: Any) -> Any:
@@ -71,7 +71,7 @@ def without_compiler() -> Iterator[None]:
         return getattr(import_module(COMPILER), name)
 
     for mark in ("disable", "assume_constant_result", "allow_in_graph"):
-        setattr(compiler, mark, left_as_it_is)
+        setattr(compiler, mark, unchanged)
     compiler.__dict__["__getattr__"] = other
     indices.__dict__["TransformGetItemToIndex"] = transform
     sys.modules.update(standing_in)

@@ -94,7 +94,7 @@ def test_bf16(variant):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_many_query_heads_of_one_key_head(variant, monkeypatch):
     """As of latents: there are too many for a row of a mask each."""
-    monkeypatch.setattr(torch_kernels, "MOST_FOLDED", 300)
+    monkeypatch.setattr(torch_kernels, "FOLDED_LIMIT", 300)
     chunks = [50, 37]
     prompt = linked([0, 1, 0], chunks, before=5, behind=30, recompute=9)
     check(make_scene(chunks, [prompt], Shape(**SMALL | {"kv_heads": 1, "group": 32} | variant)))

@@ -72,7 +72,7 @@ def test_any_sequences(seed, variant, kv_heads, group, value_dim):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_keys_of_few_queries_are_divided(monkeypatch, sinks):
     """So that their programs fill a GPU; results are merged by their log-sum-exp."""
-    monkeypatch.setattr(tiles, "FEWEST_KEYS", 24)
+    monkeypatch.setattr(tiles, "KEY_MINIMUM", 24)
     chunks = [100, 61]
     prompts = [linked(order, chunks, behind=9, decoding=True) for order in ([0, 1], [1])]
     scene = make_scene(chunks, prompts, Shape(**SMALL, sinks=sinks))
@@ -91,7 +91,7 @@ def test_the_keys_of_few_queries_are_divided(monkeypatch, sinks):
 def test_in_16_bits_results_are_as_near_as_pytorchs(monkeypatch, variant, dtype):
     """To attention in fp64 of the same 16 bits; with partial results merged in fp32."""
     computes_in_bfloat16(monkeypatch)
-    monkeypatch.setattr(tiles, "FEWEST_KEYS", 24)
+    monkeypatch.setattr(tiles, "KEY_MINIMUM", 24)
     chunks = [50, 37]
     prompts = [
         linked([0, 1, 0], chunks, before=5, behind=20, recompute=4),

@@ -41,7 +41,7 @@ def leaving(monkeypatch):
     def noted(self, request, layer):
         sequence = request.sequence
         restart_later(self, request, layer)
-        seen.append(sequence.times_left)
+        seen.append(sequence.late_count)
 
     monkeypatch.setattr(scheduler.Scheduler, "restart_later", noted)
     return seen

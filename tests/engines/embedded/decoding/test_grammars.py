@@ -16,7 +16,7 @@ from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.embedded.decoding import grammars
 from kvlinker.engines.embedded.decoding.grammars import (
-    MOST_COMPILED,
+    COMPILED_LIMIT,
     GrammarGuide,
     GrammarGuides,
 )
@@ -224,11 +224,11 @@ def test_a_grammar_is_compiled_once_and_a_closed_engine_takes_none():
     grammar = AnswerGrammar("regex", "[ab]{5}")
     guides.prepare(grammar)
     compiled = guides._compiled[grammar]
-    for number in range(2 * MOST_COMPILED):
+    for number in range(2 * COMPILED_LIMIT):
         guides.prepare(AnswerGrammar("regex", "b" * number))
         make = guides.prepare(grammar)
     assert guides._compiled[grammar] is compiled
-    assert len(guides._compiled) == MOST_COMPILED
+    assert len(guides._compiled) == COMPILED_LIMIT
     guides.close()
     with pytest.raises(EngineClosedError):
         make()

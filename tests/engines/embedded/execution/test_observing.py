@@ -44,8 +44,7 @@ def observed(scene, first, last, *, native):
         def observe(self, layer, start, tokens, weights):
             found.append(weights(first, last))
 
-    run = SimpleNamespace(observer=Asking(), start=0, tokens=range(rows.stop - rows.start))
-    batch: Any = SimpleNamespace(rows=lambda: [(run, rows)])
+    run: Any = SimpleNamespace(observer=Asking(), start=0, tokens=range(rows.stop - rows.start))
     layer = LayerAttention(
         scene.views,
         scene.positions,
@@ -55,7 +54,7 @@ def observed(scene, first, last, *, native):
         scene.options,
         None,
     )
-    Observation(batch.observed, native=native).show(0, layer)
+    Observation([(run, rows)], native=native).show(0, layer)
     return found[0]
 
 

@@ -12,9 +12,9 @@ from kvlinker.engines.embedded.scheduling.composition import (
     BACKGROUND_TOKENS,
     ELDEST_SHARE,
     IDLE_MULTIPLE,
-    LEAST_PROMPT_SHARE,
     MIXED_STEPS,
     PIECE_MINIMUM,
+    PROMPT_SHARE_MINIMUM,
 )
 from kvlinker.engines.embedded.scheduling.throughput import TokenCost
 from tests.engines.embedded.fake_runner import Simulation, Timing, decodes
@@ -107,7 +107,7 @@ def test_a_target_that_decoding_alone_does_not_keep_leaves_prompts_a_little():
     long = simulation.add(600)
     while not long.told:
         simulation.step()
-    assert max(mixed(simulation)) <= 1.05 * (1 + LEAST_PROMPT_SHARE) * idle
+    assert max(mixed(simulation)) <= 1.05 * (1 + PROMPT_SHARE_MINIMUM) * idle
 
 
 def test_one_step_without_prompts_measures_decoding():
@@ -170,7 +170,7 @@ def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours,
                 for count in (decoded, max(decoded, answers - 1))
             )
             if prompt_tokens(batch) > PIECE_MINIMUM:
-                allowed = max(target or IDLE_MULTIPLE * soon, (1 + LEAST_PROMPT_SHARE) * idle)
+                allowed = max(target or IDLE_MULTIPLE * soon, (1 + PROMPT_SHARE_MINIMUM) * idle)
                 least = PIECE_MINIMUM * simulation.timing.per_token  # which the eldest gets anyway
                 assert simulation.timing.taken[-1] <= 1.05 * allowed + least
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,7 @@ class AttentionPlan:
     """Every query's position in its sequence: [queries]."""
 
     @classmethod
-    def of(cls, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
+    def of(cls, views: Sequence[View], positions: NDArray[np.int64]) -> Self:
         """Return the plan for these views."""
         return cls(seen_views(views), positions)
 

@@ -33,7 +33,7 @@ from kvlinker.engines.embedded.attention.native_call import (
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
 
-MOST_SHARING_HEADS = 64
+SHARED_HEADS = 64
 """The most query heads of a key head whose weights ``mean_weights`` computes."""
 
 
@@ -114,7 +114,7 @@ class NativeAttention:
     ) -> Tensor:
         """Return what the queries of one sequence, [heads, queries, key_dim] without rotary
         embedding, attend to, mean over heads: [queries, positions up to the last query's], fp32.
-        Query heads are at most ``MOST_SHARING_HEADS`` times the key heads."""
+        Query heads are at most ``SHARED_HEADS`` times the key heads."""
         length = plan.last + 1
         means = torch.zeros(query.shape[1], length, dtype=torch.float32)
         if plan.table.bundle_count:

@@ -21,7 +21,7 @@ PROGRAMS = 264
 """The programs that fill a GPU: two on each of 132 processors. With fewer tiles than that, their
 keys are divided."""
 
-FEWEST_KEYS = 256
+KEY_MINIMUM = 256
 """The fewest keys of a program where a tile's are divided."""
 
 EMPTY = np.zeros(0, np.int64)
@@ -74,7 +74,7 @@ class TileTables:
         sights = _Sights(positions, window, tile_rows)
         tiles = [tile for bundle in bundles for tile in sights.tiles(bundle)]
         keys = sum(tile.keys for tile in tiles) * programs
-        pieces = [piece for tile in tiles for piece in tile.cut(max(FEWEST_KEYS, keys // PROGRAMS))]
+        pieces = [piece for tile in tiles for piece in tile.cut(max(KEY_MINIMUM, keys // PROGRAMS))]
         times = np.zeros(len(positions), np.int64)
         for piece in pieces:
             times[piece.rows] += 1

@@ -20,7 +20,7 @@ Partial = tuple[Tensor, Tensor]
 """Attention over some of the keys: output [heads, queries, value_dim] and log-sum-exp [heads,
 queries]."""
 
-MOST_FOLDED = 4096
+FOLDED_LIMIT = 4096
 """The most queries of all heads that share a key head which have rows of a mask each; more of them
 share one mask."""
 
@@ -211,7 +211,7 @@ def _attend(
     """Attention of ``query`` [heads, queries, key_dim] over a call's keys, without sinks."""
     heads, queries, key_dim = query.shape
     copies = heads // len(key)
-    if not plain and (call.causal or (call.masked and copies * queries > MOST_FOLDED)):
+    if not plain and (call.causal or (call.masked and copies * queries > FOLDED_LIMIT)):
         # Query heads that share a key head are copies in a batch: kernels know which query is
         # which.
         grouped = query.view(len(key), copies, queries, key_dim).transpose(0, 1)

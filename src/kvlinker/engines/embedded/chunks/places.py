@@ -40,7 +40,7 @@ CONTEXTS = 4
 """The most contexts whose mean the KV of a chunk at a place becomes: what the texts before it say
 is noise, which the mean over several has less of, and their number is the signal."""
 
-WAITING_ROWS = 1024
+ROW_QUEUE_LIMIT = 1024
 """The number of rows that wait to be computed; those that were wanted first are forgotten."""
 
 COUNTED_CHUNKS = 65_536
@@ -184,13 +184,13 @@ class PlaceBuilder:
                 self._waiting[row.chunks] = row
             for row in self._rows(crude, others, tenant):
                 self._compute_later(row)
-        while len(self._waiting) > WAITING_ROWS:
+        while len(self._waiting) > ROW_QUEUE_LIMIT:
             del self._waiting[next(iter(self._waiting))]
 
     def _compute_later(self, row: _Row, *, first: bool = False) -> None:
         """Enqueue a row whose chunks have KV for other orders, when no other row lacks any. Where
         too many wait, it is forgotten, until it is offered again."""
-        if len(self._later) < WAITING_ROWS:
+        if len(self._later) < ROW_QUEUE_LIMIT:
             self._later.setdefault(row.chunks, row)
             if first:
                 self._later.move_to_end(row.chunks, last=False)

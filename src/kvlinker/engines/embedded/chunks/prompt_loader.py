@@ -335,7 +335,7 @@ class PromptLoader:
         self._scheduler.failed(request, error)
 
     def _forecast(self, request: PromptRequest, prompt: Prompt) -> Forecast:
-        load = LoadTime()
+        load: LoadTime | None = LoadTime()
         if not request.resident_only:
             load = self._store.load_time(self._keys_of(request, prompt.chunks))
         prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))

@@ -25,7 +25,7 @@ from kvlinker.engines.contract.grammars import check_enforceable, unenforceable,
 from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 
-MOST_COMPILED = 32
+COMPILED_LIMIT = 32
 """The number of grammars that are kept compiled, for requests that bring the same one again."""
 
 Mask = NDArray[np.bool_] | None
@@ -110,7 +110,7 @@ class GrammarGuides:
         matcher = self._compile(grammar)
         with self._keeping:
             self._compiled[grammar] = matcher
-            if len(self._compiled) > MOST_COMPILED:
+            if len(self._compiled) > COMPILED_LIMIT:
                 self._compiled.popitem(last=False)
         return matcher
 

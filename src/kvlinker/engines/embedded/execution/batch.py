@@ -189,7 +189,8 @@ class Batch:
     @cached_property
     def rows(self) -> list[tuple[Run, slice]]:
         """Every run with the tokens of the batch that it has."""
-        found, begin = [], 0
+        begin = 0
+        found: list[tuple[Run, slice]] = []
         for run in self.runs:
             end = begin + len(run.tokens)
             found.append((run, slice(begin, end)))
@@ -234,7 +235,7 @@ class Batch:
         """True if its tokens are only computed, and perhaps observed: none is recorded or dropped,
         and all chunks are there."""
         for run in self.runs:
-            if not (run.capture is run.refinement is run.logprobs is None):
+            if run.capture is not None or run.refinement is not None or run.logprobs is not None:
                 return False
         for _, chunk in self.shared:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:

@@ -16,7 +16,7 @@ from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.contract.observation import mean_over_heads
 from kvlinker.engines.embedded.attention.kernel import Segments, View
 from kvlinker.engines.embedded.attention.kernels import native_attention
-from kvlinker.engines.embedded.attention.native_kernel import MOST_SHARING_HEADS, NativePlan
+from kvlinker.engines.embedded.attention.native_kernel import SHARED_HEADS, NativePlan
 from kvlinker.engines.embedded.attention.picked import Picked, mask_of
 from kvlinker.engines.embedded.attention.position_scores import PositionScores
 from kvlinker.engines.embedded.execution.batch import Run
@@ -127,7 +127,7 @@ def _fits(layer: LayerAttention) -> bool:
         and layer.query.is_cpu
         and dim % 2 == 0
         and (layer.rotary is None or layer.rotary.pairing is not None)
-        and heads <= MOST_SHARING_HEADS * len(layer.segments[0][0])
+        and heads <= SHARED_HEADS * len(layer.segments[0][0])
         and all(
             tensor.dtype == torch.bfloat16
             for tensor in (layer.query, *chain.from_iterable(layer.segments))

@@ -119,15 +119,15 @@ class Runner:
         """The largest number of a batch's tokens for ``compute_layers``; 0 if it takes none."""
         return 0 if self._compiled is None else self._compiled.most_layered_rows
 
-    def takes_layers(self, batch: Batch) -> bool:
+    def accepts_layers(self, batch: Batch) -> bool:
         """Return whether ``compute_layers`` takes the batch."""
         if self._compiled is None or self.kernel is not self._chosen or self.profile is not None:
             return False
-        return self._compiled.takes_layers(batch)
+        return self._compiled.accepts_layers(batch)
 
     @torch.inference_mode()
     def compute_layers(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
-        """Compute some layers, at least one, of a batch for which ``takes_layers`` is true, until
+        """Compute some layers, at least one, of a batch for which ``accepts_layers`` is true, until
         about ``until``, in seconds of ``time.perf_counter``. Returns the result once all are
         computed, and the seconds that they took; None before. Another batch takes the place of one
         that is not done."""

@@ -25,14 +25,14 @@ EXPECTED_SHARE = 0.5
 """The largest share of the pool's slots that expected prefixes may keep from other prefixes of
 their tenant."""
 
-MOST_LENGTHS = 1024
+LENGTH_LIMIT = 1024
 """The number of prompt lengths that are remembered, at which policies looked at the question."""
 
 LEAST_TOKENS = 16
 """The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little
 in every step."""
 
-LEAST_SWEPT = 256
+SWEEP_MINIMUM = 256
 """The fewest nodes on disk among which those are looked for whose files are gone."""
 
 UNNAMED = -1
@@ -72,7 +72,7 @@ class PrefixTree:
         self._used: OrderedDict[PrefixNode, None] = OrderedDict()
         # All others, parents after children: their KV is on disk, or was.
         self._spilled: dict[PrefixNode, None] = {}
-        self._sweep_at = LEAST_SWEPT
+        self._sweep_at = SWEEP_MINIMUM
         if spill is not None and spill.note is not None:
             self._recall(spill.note)
 
@@ -100,7 +100,7 @@ class PrefixTree:
         match = self._longest(root, prompt.tokens[:-1], choices)
         if self._states is not None:
             match = Match(*self._states.furthest(match.parts))
-        match, stored = self._worth_loading(match)
+        match, stored = self._choose_stored(match)
         if match.length < LEAST_TOKENS:
             return None
         self._touch(match.parts)
@@ -166,7 +166,7 @@ class PrefixTree:
         if path.asked is not None:
             self._lengths[path.asked] = None
             self._lengths.move_to_end(path.asked)
-            if len(self._lengths) > MOST_LENGTHS:
+            if len(self._lengths) > LENGTH_LIMIT:
                 self._lengths.popitem(last=False)
         for chunk, _ in path.chunks.values():
             if chunk not in self._names:  # its name goes with the last node that has it
@@ -373,7 +373,7 @@ class PrefixTree:
         starts.append(np.arange(position, len(path.tokens)))
         return np.concatenate(items), np.concatenate(starts)
 
-    def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
+    def _choose_stored(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
         """Return as much of the match as is in the pool, or on disk and quicker to load than to
         compute; and what of it is to be loaded."""
         first = next(
@@ -443,7 +443,7 @@ class PrefixTree:
         for node in list(self._spilled):
             if node in self._spilled and self._lost(node):
                 self._remove(node)
-        self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
+        self._sweep_at = max(SWEEP_MINIMUM, 2 * len(self._spilled))
 
     def _keep_state(self, path: SequencePath, state: SequenceState) -> None:
         """Keep a state of a path, but within a chunk."""
@@ -462,7 +462,7 @@ class PrefixTree:
         rest = node.divide(count)
         (self._spilled if rest.spans is None else self._used)[rest] = None
         if self._states is not None:
-            self._states.pass_on(node, rest)
+            self._states.move_to(node, rest)
 
     def _remove(self, node: PrefixNode) -> None:
         """Take the node out of the tree, with all that stands after it."""
@@ -503,7 +503,7 @@ def eviction_order(
     its place, as long as expected prefixes keep at most ``EXPECTED_SHARE`` of the pool.
     """
 
-    def may_go(node: PrefixNode) -> bool:
+    def is_evictable(node: PrefixNode) -> bool:
         frees = not node.spans or bool((allocator.users(node.spans) == 1).any())
         return frees and not node.has_children_in_pool
 
@@ -512,14 +512,14 @@ def eviction_order(
     orders: dict[str, list[PrefixNode]] = {}  # a tenant's nodes, in the order in which they may go
     late = [node for node in used if node.expected_until < now]
     for head in [*late, *used]:
-        while head in used and may_go(head):
+        while head in used and is_evictable(head):
             node = head
             if head in expected and kept <= EXPECTED_SHARE * allocator.slots:
                 if head.tenant not in orders:
                     own = [each for each in used if each.tenant == head.tenant]
                     orders[head.tenant] = sorted(own, key=lambda each: -each.expected_until)
                 own = orders[head.tenant]
-                node = next(each for each in own if each in used and may_go(each))
+                node = next(each for each in own if each in used and is_evictable(each))
                 own.remove(node)
             if node in expected:
                 expected.remove(node)

@@ -47,7 +47,7 @@ class SequenceState:
         )
 
 
-def worth_keeping(prompt: Prompt, endings: Collection[int]) -> tuple[int, ...]:
+def kept_positions(prompt: Prompt, endings: Collection[int]) -> tuple[int, ...]:
     """Return the positions in a prompt from where later ones may go on: after the first token that
     ends a turn (one of ``endings``), after the last chunk, and before the last token, which the
     same prompt computes again."""
@@ -96,7 +96,7 @@ class PrefixStates:
         """Forget the state of a node that is gone."""
         self._states.pop(node, None)
 
-    def pass_on(self, node: PrefixNode, rest: PrefixNode) -> None:
+    def move_to(self, node: PrefixNode, rest: PrefixNode) -> None:
         """Give ``rest``, the end of a divided node, its state."""
         state = self._states.pop(node, None)
         if state is not None:

@@ -254,7 +254,7 @@ class _Tracer(Interceptor):
             self.recurrences.append(Recurrence(None, (), channels, width - 1, (0, 0, 0), 0))
             return call.apply(call.hidden.new_zeros(1, channels, width - 1), call.hidden)
         self._convolution, self._convolved = call, 0
-        if not call.is_taken_apart:
+        if not call.is_split:
             return torch.zeros_like(call.hidden)
         numbers = torch.arange(call.hidden.shape[1], device=call.hidden.device, dtype=torch.float32)
         return numbers[None, :, None].expand(call.hidden.shape).contiguous()
@@ -266,14 +266,14 @@ class _Tracer(Interceptor):
         self.called.add(self.computing[-1])
         output, state = call.scan(call.mixed, call.gates, None)
         whole = channels = convolution.hidden.shape[1]
-        if not convolution.is_taken_apart:
+        if not convolution.is_split:
             channels = min(whole, call.mixed[0].shape[-1])
         self._convolved += channels
         self._convolution = None if self._convolved >= whole else convolution
         self.recurrences.append(
             Recurrence(
                 call.rule,
-                tuple(each[0, 0].long() for each in call.mixed if convolution.is_taken_apart),
+                tuple(each[0, 0].long() for each in call.mixed if convolution.is_split),
                 channels=channels,
                 window=convolution.weight.shape[-1] - 1,
                 state_shape=tuple(state.shape[1:]),

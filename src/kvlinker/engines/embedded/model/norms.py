@@ -16,7 +16,7 @@ from kvlinker.engines import native
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """The attributes in which modules hold what they add to the mean of squares."""
 
-MOST_UNEQUAL = 0.01
+UNEQUAL_LIMIT = 0.01
 """The share of numbers that may differ from the model's own in the last bit: it adds up in another
 order."""
 
@@ -119,7 +119,7 @@ def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
             and expected.dtype == found.dtype
         ):
             near = torch.allclose(found.float(), expected.float(), rtol=0.01, atol=0.0)
-            if near and (found != expected).float().mean() <= MOST_UNEQUAL:
+            if near and (found != expected).float().mean() <= UNEQUAL_LIMIT:
                 return quick
     return None
 

@@ -56,7 +56,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                 _widen_weights(staying, module, None)
                 undo.callback(_restore, staying, module, None, None)
                 if hasattr(module, LIGHTNING_DECAY):
-                    _make_decay_anew(module)
+                    _rebuild_decay(module)
             elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
                 undo.callback(module._parameters.update, dict(module._parameters))
@@ -82,7 +82,7 @@ def _in_fp32_already(module: nn.Module) -> bool:
     return all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in own)
 
 
-def _make_decay_anew(module: Any) -> None:
+def _rebuild_decay(module: Any) -> None:
     """Make lightning attention fade in fp32: in rounded tables, a block of tokens fades otherwise
     than the same tokens one by one."""
     rate = module.get_slope_rate(module.slope_rate.device)

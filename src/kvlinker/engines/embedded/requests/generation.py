@@ -26,7 +26,7 @@ from kvlinker.engines.embedded.decoding.sampling import Sampler
 from kvlinker.engines.embedded.execution.batch import SharedChunk
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder, RecordingRoom
 from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
-from kvlinker.engines.embedded.kv_cache.states import worth_keeping
+from kvlinker.engines.embedded.kv_cache.states import kept_positions
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
@@ -177,7 +177,7 @@ class PromptRequest(Request):
         usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
         if self.sequence is None:
             return usage
-        usage, left = usage.without(self.sequence.missed), self.sequence.left_of_prompt
+        usage, left = usage.without(self.sequence.missed), self.sequence.unfinished_prompt
         again = min(int(self.link.prompt.cached[left].sum()), usage.recomputed_tokens)
         return replace(
             usage,
@@ -366,7 +366,7 @@ class Generation(PromptRequest):
         self._answer = None
 
     def _marks(self, prompt: Prompt) -> Sequence[int]:
-        return worth_keeping(prompt, self._turn_ends) if self.reuses else ()
+        return kept_positions(prompt, self._turn_ends) if self.reuses else ()
 
     def _record_answer(self, start: int) -> Recorder:
         self._answer = AnswerCapture(self._kv_layers, start, self._room)

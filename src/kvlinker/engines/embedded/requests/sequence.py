@@ -79,13 +79,15 @@ class TokenSequence:
         self._refine = refine
         self._logprobs = logprobs
         self._prompt_observer = observer
-        self._begun = False
+        self._has_begun = False
         self.prompt_length = len(tokens)
         self.length = len(tokens)
         self.spans: tuple[SlotSpan, ...] | None = None
         """Where its own tokens lie, in order, with room for a few more; None for a sequence without
         slots."""
 
+        self._counted_spans: tuple[SlotSpan, ...] | None = None
+        self._slot_numbers = NONE  # of the counted spans
         self.state: SequenceState | None = None
         """The state after its tokens so far, in layers that keep one; None before a step has
         computed some, and without such layers."""
@@ -102,7 +104,7 @@ class TokenSequence:
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
-        self.times_left = 0
+        self.late_count = 0
         """The number of times that the sequence has left a step because a chunk's layer was
         late."""
 
@@ -157,7 +159,7 @@ class TokenSequence:
         return self._own_before(self.pending[0][0]) if self.pending else self.own_length
 
     @property
-    def left_of_prompt(self) -> NDArray[np.int64]:
+    def unfinished_prompt(self) -> NDArray[np.int64]:
         """The positions of its prompt that are left to compute."""
         return self._own[self.computed_length : self.own_in_prompt]
 
@@ -180,7 +182,7 @@ class TokenSequence:
     def indivisible(self) -> bool:
         """True if all that is left of the prompt is taken at once: a policy that refines has to see
         it whole."""
-        return self._refine is not None and not self._begun
+        return self._refine is not None and not self._has_begun
 
     @property
     def computed(self) -> bool:
@@ -219,7 +221,7 @@ class TokenSequence:
     @property
     def prompt_in_place(self) -> bool:
         """True if the slots hold the KV of the whole prompt as it was linked."""
-        if self.spans is None or not self._begun or self.probe is not None:
+        if self.spans is None or not self._has_begun or self.probe is not None:
             return False
         return not self.pending or self.pending[0][0] >= self.prompt_length
 
@@ -244,7 +246,7 @@ class TokenSequence:
         keeps_state = self.state is not None
         self.probe, self.state = None, self._reused_state
         self._make_path, self._path = path, None
-        self._begun = refine is None
+        self._has_begun = refine is None
         self._refine = refine
         self._compute(runs)
         if keeps_state and self.state is None:
@@ -294,7 +296,7 @@ class TokenSequence:
 
     def adopt_prompt(self, other: TokenSequence) -> None:
         """Mark the prompt as computed: its slots are the ``other`` sequence's too, or were."""
-        self._begun = True
+        self._has_begun = True
         self.state = self._prompt_state = other._prompt_state
         self.pending = self._missing(self.own_in_prompt)
 
@@ -307,7 +309,7 @@ class TokenSequence:
 
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
-        self._begun = False
+        self._has_begun = False
         self.capture = self.state = self._reused_state = None
         self.marked.clear()
         self.kept = 0
@@ -333,8 +335,8 @@ class TokenSequence:
         """Return the next runs, what they see, and what is left to compute behind them."""
         assert self.spans is not None
         refining: Refining | None = None
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             self._own_tokens = None
             self.capture = None if self._make_capture is None else self._make_capture()
             if self._refine is not None:
@@ -355,9 +357,12 @@ class TokenSequence:
             else:
                 left[0] = (stop, end)
         wants_logits = not left and self.capture is None and self.probe is None
-        runs = [
-            Run(
-                self._slots(begin, end),
+        slots = self._slots if taken else NONE
+        runs = []
+        for begin, end in taken:
+            own = self._own_before(begin)
+            run = Run(
+                slots[own : own + end - begin],
                 begin,
                 self._tokens[begin:end],
                 wants_logits=wants_logits and (begin, end) == taken[-1],
@@ -367,8 +372,7 @@ class TokenSequence:
                 logprobs=self._logprobs if self.probe is None else None,
                 owner=self,
             )
-            for begin, end in taken
-        ]
+            runs.append(run)
         seen = self._own_before(taken[-1][1]) if taken else 0
         visible = VisibleKV(
             self._shared,
@@ -380,11 +384,13 @@ class TokenSequence:
         )
         return runs, visible, left
 
-    def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the slots of its own tokens at the positions [begin, end)."""
+    @property
+    def _slots(self) -> NDArray[np.int64]:
+        """The slots of its own tokens, in order."""
         assert self.spans is not None
-        own = self._own_before(begin)
-        return slots_of(cut(self.spans, own, own + end - begin))
+        if self._counted_spans is not self.spans:
+            self._counted_spans, self._slot_numbers = self.spans, slots_of(self.spans)
+        return self._slot_numbers
 
     def _ends_prompt(self, taken: Sequence[Range]) -> bool:
         """Return whether a step shall end with the prompt, of which it has ``taken`` the last

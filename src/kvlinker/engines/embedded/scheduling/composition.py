@@ -30,7 +30,7 @@ MIXED_STEPS = 15
 """The number of steps in a row that may both prefill and decode. The one that follows only decodes,
 and measures how long that takes now. Chosen by hand: it costs a sixteenth of the prompts' time."""
 
-LEAST_PROMPT_SHARE = 0.25
+PROMPT_SHARE_MINIMUM = 0.25
 """The smallest time of prompts in a step, as a share of a step that only decodes, however tight the
 target. Chosen by hand."""
 
@@ -408,7 +408,7 @@ class StepComposer:
         """Return the seconds of prompts in a step that takes ``idle`` seconds without them, and
         ``soon`` once others decode, too."""
         target = self._seconds_per_token or IDLE_MULTIPLE * soon
-        return max(target - idle, LEAST_PROMPT_SHARE * idle)
+        return max(target - idle, PROMPT_SHARE_MINIMUM * idle)
 
     def _shortened(
         self, shared: Sequence[tuple[Request, int]], seconds: float

@@ -160,7 +160,7 @@ class Scheduler:
             if request.identity is not None:
                 self._by_identity[request.identity] = request
             if request.sequence is None:
-                insort(self._unfetched, request, key=BY_ORDER)
+                _enqueue(self._unfetched, request)
                 self._fetch_next()
             else:
                 self._move(request, RequestState.READY)
@@ -356,7 +356,7 @@ class Scheduler:
     def exclusive_slots(self, request: Request) -> NDArray[np.int64]:
         """Return the slots that only this request holds."""
         with self._lock:
-            return self._slots.held_alone(sequence_of(request))
+            return self._slots.exclusive_slots(sequence_of(request))
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
@@ -378,9 +378,9 @@ class Scheduler:
         arriving = sequence.arriving
         with self._lock:
             sequence.restart()
-            sequence.times_left += 1
+            sequence.late_count += 1
             layers = max((kv.layer_count for kv in arriving), default=0)
-            is_early = sequence.times_left <= EARLY_RESTARTS
+            is_early = sequence.late_count <= EARLY_RESTARTS
             needed = layer + 1 + (layers - layer) // 2 if is_early else layers
             self._late[request] = min(needed, layers)
             self._move(request, RequestState.LOADING)
@@ -400,7 +400,7 @@ class Scheduler:
             if sequence.lost:
                 del self._late[request]
                 request.lose()
-                insort(self._unfetched, request, key=BY_ORDER)
+                _enqueue(self._unfetched, request)
                 self._fetch_next()
             elif all(kv.delivered >= wanted for kv in sequence.arriving):
                 self._move(request, RequestState.READY)
@@ -437,7 +437,7 @@ class Scheduler:
         if state is RequestState.RUNNING:
             self._running.append(request)
         elif state in (RequestState.READY, RequestState.PREEMPTED):
-            insort(self._waiting[request.kind], request, key=BY_ORDER)
+            _enqueue(self._waiting[request.kind], request)
         elif state is RequestState.FINISHED:
             self._by_identity.pop(request.identity, None)
             if request.hold is not None:
@@ -686,6 +686,11 @@ class Scheduler:
         )
         waits_for_memory = is_held or len(self._ahead()) >= PREFETCH_LIMIT
         assert not self._unfetched or waits_for_memory or self.closed
+
+
+def _enqueue(queue: list[Request], request: Request) -> None:
+    """Insert the request in its order."""
+    insort(queue, request, key=BY_ORDER)
 
 
 def _is_sorted(queue: Iterable[Request]) -> bool:

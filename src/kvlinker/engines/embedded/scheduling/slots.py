@@ -77,7 +77,7 @@ class SequenceSlots:
         else:
             computed = ()
         there = sum(span.size for span in computed)
-        more = self._allocate(_wanted(sequence) - there)
+        more = self._allocate(_slots_needed(sequence) - there)
         if more is None:
             self._allocator.release(computed)
             return False
@@ -89,10 +89,10 @@ class SequenceSlots:
         return True
 
     def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
-        """Return whether there would be slots for the sequence if those ``without`` gave their own
-        up."""
-        given_up = chain.from_iterable(other.spans or () for other in without)
-        return self._allocator.free_without([*self.prefixes.spans, *given_up]) >= _wanted(sequence)
+        """Return whether there would be slots for the sequence if those of ``without`` and of
+        prefixes were free."""
+        freed = chain(self.prefixes.spans, *(other.spans or () for other in without))
+        return self._allocator.free_without(freed) >= _slots_needed(sequence)
 
     def grow(self, sequence: TokenSequence) -> bool:
         """Make sure that the sequence holds slots for all of its tokens; False if there are too
@@ -101,7 +101,7 @@ class SequenceSlots:
         size = sum(span.size for span in sequence.spans)
         if size >= sequence.own_length:
             return True
-        last = self._allocator.extend(sequence.spans[-1], _wanted(sequence) - size)
+        last = self._allocator.extend(sequence.spans[-1], _slots_needed(sequence) - size)
         sequence.spans = (*sequence.spans[:-1], last)
         lacking = sequence.own_length - sum(span.size for span in sequence.spans)
         if lacking <= 0:
@@ -161,7 +161,7 @@ class SequenceSlots:
         reach all that begin alike."""
         return self._is_finite(spans) and all(state.is_finite for state in states)
 
-    def held_alone(self, sequence: TokenSequence) -> NDArray[np.int64]:
+    def exclusive_slots(self, sequence: TokenSequence) -> NDArray[np.int64]:
         """Return the slots that neither another sequence nor a kept prefix holds."""
         if not sequence.spans:
             return np.zeros(0, np.int64)
@@ -207,6 +207,6 @@ class SequenceSlots:
         return self._allocator.allocate(size)
 
 
-def _wanted(sequence: TokenSequence) -> int:
+def _slots_needed(sequence: TokenSequence) -> int:
     """Return the number of slots that all of the sequence's own tokens need now, and a few more."""
     return min(sequence.own_length + GROWTH, sequence.most_own)

@@ -19,8 +19,8 @@ from kvlinker.engines.embedded.execution.compiled.bound_program import (
     NativeStep,
 )
 from kvlinker.engines.embedded.execution.compiled.compiled_step import (
-    FEWEST_ROWS,
-    MOST_ROWS,
+    FIRST_ROWS,
+    ROW_LIMIT,
     CompiledStep,
     step_function,
 )
@@ -181,7 +181,7 @@ def test_logits_are_near_the_models_own_in_fp32(llama):
 
 def test_more_rows_than_there_is_memory_for_get_more(llama):
     runner, modules = runner_of(llama), runner_of(llama, compiled=False)
-    for size in (3, FEWEST_ROWS + 1, MOST_ROWS, 2):
+    for size in (3, FIRST_ROWS + 1, ROW_LIMIT, 2):
         batch = prompt_batch(size)
         (ours,), (expected,) = (each.step(batch).logits.values() for each in (runner, modules))
         assert (ours - expected).norm() <= 5e-3 * expected.norm(), size
@@ -265,7 +265,7 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     for changes in ({"capture": object()}, {"refinement": object()}, {"logprobs": object()}):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
         assert not runner._compiled.takes(watched)
-    assert not runner._compiled.takes(prompt_batch(MOST_ROWS, 1))
+    assert not runner._compiled.takes(prompt_batch(ROW_LIMIT, 1))
     runner.kernel = NativeAttention()  # one that a laboratory puts in its place
     runner.step(prompt_batch(5))
     assert len(taken) == 1

@@ -11,7 +11,7 @@ from kvlinker.engines.contract.observation import QuestionProbe
 from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.execution.batch import Batch, StepResult, VisibleKV
 from kvlinker.engines.embedded.execution.compiled.compiled_step import (
-    MOST_ROWS,
+    ROW_LIMIT,
     CompiledStep,
     LayeredPass,
 )
@@ -71,7 +71,7 @@ def test_what_is_computed_in_parts_is_the_whole_to_the_bit(family):
     batch = _batch(loaded.model, loaded.anatomy)
     expected_runner, runner = filled(runner_of(loaded)), filled(runner_of(loaded))
     expected = expected_runner.step(batch).logits
-    assert runner.takes_layers(batch)
+    assert runner.accepts_layers(batch)
     parts, done, sizes = 0, None, [3, 100, 1, 40]
     while done is None:
         runner.step(later(prompt_batch(sizes[parts % len(sizes)]), 1000))
@@ -99,7 +99,7 @@ def llama():
 def test_another_batch_takes_the_place_of_one_that_is_not_done(llama):
     runner, batch = filled(runner_of(llama)), prompt_batch(30)
     expected = filled(runner_of(llama)).step(batch).logits[0]
-    larger = prompt_batch(MOST_ROWS)
+    larger = prompt_batch(ROW_LIMIT)
     assert runner.compute_layers(larger, until=0.0) is None
     for _ in range(2):
         assert runner.compute_layers(batch, until=0.0) is None
@@ -111,19 +111,19 @@ def test_another_batch_takes_the_place_of_one_that_is_not_done(llama):
 def test_who_asks_for_states_or_is_watched_is_computed_whole(llama):
     runner = runner_of(llama)
     batch = prompt_batch(9)
-    assert runner.takes_layers(batch)
-    assert runner.most_layered_tokens == MOST_ROWS
+    assert runner.accepts_layers(batch)
+    assert runner.most_layered_tokens == ROW_LIMIT
     probe = QuestionProbe(np.zeros((len(llama.layers), 9), np.float32))
     for changes in ({"observer": probe}, {"capture": object()}, {"logprobs": object()}):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
-        assert not runner.takes_layers(watched)
-    assert not runner.takes_layers(prompt_batch(MOST_ROWS, 1))
+        assert not runner.accepts_layers(watched)
+    assert not runner.accepts_layers(prompt_batch(ROW_LIMIT, 1))
     modules = runner_of(llama, compiled=False)
-    assert not modules.takes_layers(batch)
+    assert not modules.accepts_layers(batch)
     assert modules.most_layered_tokens == 0
     for family in ("qwen3_5-states", "minicpm3-latents"):
         loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
-        assert not runner_of(loaded).takes_layers(batch)
+        assert not runner_of(loaded).accepts_layers(batch)
         assert runner_of(loaded).most_layered_tokens == 0
 
 
@@ -193,7 +193,7 @@ def test_answers_are_the_same_beside_requests_that_decode(bench, family, monkeyp
     layered = answers()
     assert sum(begun) >= 100
     begun.clear()
-    monkeypatch.setattr(Runner, "takes_layers", lambda self, batch: False)
+    monkeypatch.setattr(Runner, "accepts_layers", lambda self, batch: False)
     whole = answers()
     assert not begun
     for ours, expected in zip(layered, whole, strict=True):

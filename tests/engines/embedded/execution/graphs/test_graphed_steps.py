@@ -108,8 +108,8 @@ def test_a_graph_that_cannot_be_captured_is_why_there_is_none(capture, monkeypat
 def test_answers_are_those_without_graphs(bench, capture, monkeypatch):
     """Of requests that share their chunks, by every kind of policy; as answers grow, graphs are
     outgrown."""
-    monkeypatch.setattr(step_graph, "FEWEST_SEGMENTS", 1)
-    monkeypatch.setattr(step_graph, "FEWEST_TILES", 1)
+    monkeypatch.setattr(step_graph, "SEGMENT_MINIMUM", 1)
+    monkeypatch.setattr(step_graph, "TILE_MINIMUM", 1)
     made = bench(model=captured_model(), max_running=10)
     found = answers(made)
     assert graphed(made).replays > 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kvlinker.engines.embedded.model.weights.linears import (
-    MOST_PLAIN_ROWS,
+    PLAIN_ROW_LIMIT,
     quicken_linears,
 )
 from kvlinker.engines.embedded.model.weights.native_products import native_products
@@ -40,10 +40,10 @@ def test_many_rows_and_other_precisions_are_left_to_the_layer(monkeypatch):
     monkeypatch.setattr(
         type(native_products()), "multiply", lambda self, *args, **_: taken.append(args)
     )
-    linear(torch.randn(1, MOST_PLAIN_ROWS, 40).bfloat16())
+    linear(torch.randn(1, PLAIN_ROW_LIMIT, 40).bfloat16())
     assert len(taken) == 1
-    many = torch.randn(1, MOST_PLAIN_ROWS + 1, 40).bfloat16()
-    assert linear(many).shape == (1, MOST_PLAIN_ROWS + 1, 70)
+    many = torch.randn(1, PLAIN_ROW_LIMIT + 1, 40).bfloat16()
+    assert linear(many).shape == (1, PLAIN_ROW_LIMIT + 1, 70)
     linear.float()
     assert linear(torch.randn(1, 40)).dtype == torch.float32
     assert len(taken) == 1

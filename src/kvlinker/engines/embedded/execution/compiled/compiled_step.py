@@ -37,10 +37,10 @@ from kvlinker.engines.embedded.model.recording.program import (
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
 
-MOST_ROWS = 256
+ROW_LIMIT = 256
 """The most tokens of a step that is computed so. Of longer ones Python's part is small."""
 
-FEWEST_ROWS = 16
+FIRST_ROWS = 16
 """The tokens that there is memory for at first."""
 
 
@@ -68,7 +68,7 @@ class _Workspace:
         """``bind`` allocates memory for a number of tokens."""
         self._bind = bind
         self.table = table
-        self.bound = bind(FEWEST_ROWS)
+        self.bound = bind(FIRST_ROWS)
 
     def make_room(self, rows: int) -> BoundProgram:
         """Return memory for at least ``rows`` tokens."""
@@ -105,7 +105,7 @@ class CompiledStep:
         self._rotaries: list[Rotary] = list(rotaries)
         products = (each for each in program.operations if isinstance(each, Product))
         most = [each.weights.most_rows for each in products]
-        self.most_rows = min(each for each in (*most, MOST_ROWS) if each is not None)
+        self.most_rows = min(each for each in (*most, ROW_LIMIT) if each is not None)
         """The most tokens of a step."""
 
         self._rotated_positions = 0
@@ -128,14 +128,14 @@ class CompiledStep:
         """Return whether the batch is plain, and there are kernels for its number of tokens."""
         return len(batch.tokens) <= self.most_rows and batch.is_plain
 
-    def takes_layers(self, batch: Batch) -> bool:
+    def accepts_layers(self, batch: Batch) -> bool:
         """Return whether ``begin`` takes the batch: native code computes it without asking for
         states or latents, and nobody observes it."""
         return not self._needs_forward and not batch.observed and self.takes(batch)
 
     def begin(self, batch: Batch) -> LayeredPass:
-        """Return a pass over a batch for which ``takes_layers`` is true; nothing of it is computed
-        yet. It takes the memory of the one before, which must not go on."""
+        """Return a pass over a batch for which ``accepts_layers`` returns true; nothing of it is
+        computed yet. It uses the memory of the pass before, which must not go on."""
         prepared = self._prepare(batch, self._layered, None)
         bound = self._layered.bound
 

@@ -30,7 +30,7 @@ from kvlinker.engines.embedded.model.anatomy import LayerShape, kept_by
 from kvlinker.engines.gpu.launching import addresses, is_aligned
 from kvlinker.store.chunk_kv import LayerKV
 
-MOST_ROWS = 2048
+ROW_LIMIT = 2048
 """The most tokens of a step that is computed so. Launching longer ones takes less time than
 computing them."""
 
@@ -38,17 +38,17 @@ SEEN_BEFORE = 1
 """The steps of a size that are computed otherwise before one is captured, which takes as long as
 two or three of them."""
 
-MOST_GRAPHS = 64
+GRAPH_LIMIT = 64
 """The graphs that are kept, the last used ones."""
 
-MOST_CAPTURES = 8
+CAPTURE_LIMIT = 8
 """How often steps of one size are captured, as their tables outgrow the graph's, without any graph
 that was worth it."""
 
 WORTH_IT = 32
 """The replays that are worth a capture."""
 
-MOST_SIZES = 4096
+SIZE_LIMIT = 4096
 """The sizes that are remembered, with and without a graph."""
 
 KEY, VALUE, KEY_ROW, VALUE_ROW = 0, 1, 3, 5
@@ -101,16 +101,16 @@ class GraphedSteps:
 
     def _result(self, batch: Batch) -> StepResult | None:
         tokens = sum(len(run.tokens) for run in batch.runs)
-        if not batch.is_plain or batch.observed or tokens > MOST_ROWS:
+        if not batch.is_plain or batch.observed or tokens > ROW_LIMIT:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
         plans, numbers = segments.plans()
         size = StepSize.of(batch, tuple(numbers))
-        if len(self._seen) > MOST_SIZES:
+        if len(self._seen) > SIZE_LIMIT:
             self._seen.clear()
             self._captures.clear()
         self._seen[size] += 1
-        may_capture = self.obstacle is None and self._captures[size] < MOST_CAPTURES
+        may_capture = self.obstacle is None and self._captures[size] < CAPTURE_LIMIT
         if self._seen[size] <= SEEN_BEFORE or not (may_capture or size in self._graphs):
             return None
         chunks = self._ahead.whole(segments.chunks)
@@ -141,7 +141,7 @@ class GraphedSteps:
         if self._replays.pop(size, 0) >= WORTH_IT:
             self._captures[size] = 0
         self._captures[size] += 1
-        if self.obstacle is not None or self._captures[size] > MOST_CAPTURES:
+        if self.obstacle is not None or self._captures[size] > CAPTURE_LIMIT:
             self._graphs.pop(size, None)
             logger.info("Graphs of steps of %d tokens are outgrown too often.", size.rows)
             return None
@@ -157,7 +157,7 @@ class GraphedSteps:
             logger.warning("No more steps are captured as graphs: %s", error)
             return logits
         self._graphs[size] = graph
-        if len(self._graphs) > MOST_GRAPHS:
+        if len(self._graphs) > GRAPH_LIMIT:
             self._graphs.popitem(last=False)
         return logits
 

@@ -32,8 +32,8 @@ from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
 from kvlinker.engines.gpu.launching import place_kv, placing_addresses
 
-FEWEST_SEGMENTS = 16
-FEWEST_TILES = 16
+SEGMENT_MINIMUM = 16
+TILE_MINIMUM = 16
 """The fewest segments, and the fewest tiles, that a graph has room for."""
 
 ALIGNMENT = 16
@@ -145,7 +145,7 @@ class _Room(NamedTuple):
     def of(cls, tables: TileTables, kind: TileKind, rows: int, before: _Room | None) -> _Room:
         """Return room for the tables of a step with ``rows`` rows, and for what there was room for
         ``before``."""
-        tiles = max(FEWEST_TILES, _roomy(tables.tiles), 0 if before is None else before.tiles)
+        tiles = max(TILE_MINIMUM, _roomy(tables.tiles), 0 if before is None else before.tiles)
         targets = rows if tables.targets or (before is not None and before.targets) else 0
         lengths = [max(64, _roomy(len(each))) for each in tables.arrays]
         if before is not None:
@@ -189,7 +189,7 @@ class StepGraph:
             name: _Room.of(tables, name[1], size.rows, known.get(name))
             for name, tables in step.tiles.items()
         }
-        segments = max(FEWEST_SEGMENTS, _roomy(step.segments.shape[1]))
+        segments = max(SEGMENT_MINIMUM, _roomy(step.segments.shape[1]))
         self._segments: int = max(segments, 0 if outgrown is None else outgrown._segments)
         self._memory = _Memory(
             {

@@ -17,7 +17,7 @@ from kvlinker.engines.embedded.model.indexers import Picking, Picks, is_indexer
 Recorded = dict[tuple[object, nn.Module, int], Tensor]
 """The picks of an indexer in a text for the query at a position: [..., picked], -1 for none."""
 
-MOST_PICKED = 8
+PICK_LIMIT = 8
 """The most tokens, or blocks of them, that a query sees in a self-test, so that its short texts are
 long enough for something to be left out."""
 
@@ -63,7 +63,7 @@ class Referee(Picks):
         scores: Tensor,
         k: int,
     ) -> Tensor:
-        mine = super().highest(module, owner, positions, scores, min(k, MOST_PICKED))
+        mine = super().highest(module, owner, positions, scores, min(k, PICK_LIMIT))
         if (owner, module, int(positions[0])) not in self._recorded:
             return mine
         recorded = [self._recorded[owner, module, int(position)] for position in positions]
@@ -90,7 +90,7 @@ class _Recording(Picks):
         scores: Tensor,
         k: int,
     ) -> Tensor:
-        indices = super().highest(module, owner, positions, scores, min(k, MOST_PICKED))
+        indices = super().highest(module, owner, positions, scores, min(k, PICK_LIMIT))
         seen = scores.gather(-1, indices) > torch.finfo(scores.dtype).min
         rows = indices.masked_fill(~seen, -1).unbind(-2)
         for position, row in zip(positions.tolist(), rows, strict=True):

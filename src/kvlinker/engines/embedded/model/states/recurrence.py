@@ -37,7 +37,7 @@ class ConvolutionCall:
     """The rules of the modeling module. The model applies one of them to the output, or none."""
 
     @property
-    def is_taken_apart(self) -> bool:
+    def is_split(self) -> bool:
         """True if the model only splits the convolution's output before a rule."""
         return bool(self.rules) and all(rule.takes_channels for rule in self.rules)
 

@@ -66,7 +66,7 @@ QUANTISED: Mapping[str, tuple[QuantisedMatrix, QuantisedMatrix]] = {
 """The matrices of the formats in which weights have fewer than 16 bits, on a CPU: with native code,
 and without."""
 
-FEWEST_OUTPUTS = 32
+OUTPUT_MINIMUM = 32
 """Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise
 when packed."""
 
@@ -308,7 +308,7 @@ def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
     for linear, (place, *others) in places.items():
         calls = seen.calls[linear]
         reads_weight = place.owner in seen.ran and not calls
-        if others or reads_weight or linear.out_features < FEWEST_OUTPUTS:
+        if others or reads_weight or linear.out_features < OUTPUT_MINIMUM:
             continue
         input_of = [(id(given), content) for given, content in calls]
         together = (

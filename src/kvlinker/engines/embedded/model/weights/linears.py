@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.weights.matrices import Matrix
 from kvlinker.engines.embedded.model.weights.native_products import native_products
 
-MOST_PLAIN_ROWS = 16
+PLAIN_ROW_LIMIT = 16
 """The most rows that native code multiplies by a plain weight for a linear layer by itself. With
 many more, oneDNN is as fast where the processor multiplies bf16."""
 
@@ -139,7 +139,7 @@ def _plain_product(linear: nn.Linear, inputs: Tensor) -> Tensor:
     layer."""
     outputs, width = linear.weight.shape
     products = native_products()
-    many = inputs.numel() > MOST_PLAIN_ROWS * width
+    many = inputs.numel() > PLAIN_ROW_LIMIT * width
     is_bf16 = inputs.dtype == linear.weight.dtype == torch.bfloat16
     if many or not is_bf16 or products is None:
         return type(linear).forward(linear, inputs)

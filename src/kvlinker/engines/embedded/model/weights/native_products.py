@@ -47,7 +47,7 @@ ROUNDING: Collection[Form] = ("int8_int8", "int4", *BITS)
 CHECKED_ROWS = (5, 100)
 """The numbers of rows that are checked: weights are widened otherwise for few than for many."""
 
-MOST_BYTE = 127
+BYTE_LIMIT = 127
 """The largest magnitude of an input that is rounded to 8 bits."""
 
 
@@ -58,8 +58,8 @@ def rounded_to_bytes(inputs: Tensor, group: int) -> Tensor:
     rows, width = inputs.shape
     groups = nn.functional.pad(inputs.float(), (0, -width % group)).view(rows, -1, group)
     most = groups.abs().amax(dim=2, keepdim=True)
-    codes = (groups * (MOST_BYTE / most).nan_to_num(posinf=0.0)).round()
-    return (codes * (most / MOST_BYTE)).view(rows, -1)[:, :width]
+    codes = (groups * (BYTE_LIMIT / most).nan_to_num(posinf=0.0)).round()
+    return (codes * (most / BYTE_LIMIT)).view(rows, -1)[:, :width]
 
 
 class NativeProducts:
