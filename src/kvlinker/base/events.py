@@ -93,7 +93,7 @@ class ChunkNamed:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSpared:
+class EvictionSwap:
     """A chunk whose next use is predicted soon was spared; another chunk of its owner was
     evicted."""
 
@@ -192,7 +192,7 @@ Event = (
     | TierUnavailable
     | ImplicitText
     | ChunkNamed
-    | ChunkSpared
+    | EvictionSwap
     | SuccessorsForetold
     | AnswerKept
     | ImplicitEvicted

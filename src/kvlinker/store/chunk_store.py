@@ -27,7 +27,7 @@ from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.memory.resident import Residence
-from kvlinker.store.prefixes import SpilledPrefixes, remove_left
+from kvlinker.store.prefixes import SpilledPrefixes, remove_leftovers
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
@@ -208,7 +208,7 @@ class ChunkStore:
         self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
         self._prefixes: SpilledPrefixes | None = None
         if self._disk is not None:
-            remove_left(self._disk.directory)
+            remove_leftovers(self._disk.directory)
         atexit.register(self.close)
 
     def keep_resident_as(self, residence: Residence) -> None:
@@ -269,7 +269,7 @@ class ChunkStore:
             kv = self._residence.resident(stored)
             self._promote(key, kv, None, [self._host], epoch)
         if self._device is not None:
-            kv = self._copied_up(self._device, key, kv, epoch)
+            kv = self._copy_up(self._device, key, kv, epoch)
         self._publish_loaded(self._host.name, kv, time.perf_counter() - started)
         return kv
 
@@ -344,7 +344,7 @@ class ChunkStore:
     def forget_prefixes(self) -> None:
         """Remove the prefixes' KV that processes which have ended have left to others."""
         if self._disk is not None:
-            remove_left(self._disk.directory, older_than=-math.inf)
+            remove_leftovers(self._disk.directory, older_than=-math.inf)
 
     @property
     def spilled_bytes(self) -> int:
@@ -433,7 +433,7 @@ class ChunkStore:
         """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
         return self._slower
 
-    def left_keys(self) -> frozenset[str]:
+    def leftover_keys(self) -> frozenset[str]:
         """Return the keys of all chunks on disks of this store alone that no process has written or
         used for ``LONGEST_CREATION_SECONDS``: those that no context cache holds are left over."""
         disks = (tier for tier in self._tiers if isinstance(tier, DiskTier))
@@ -594,7 +594,7 @@ class ChunkStore:
                     )
         tiers[0].put(key, kv)
 
-    def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
+    def _copy_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
         """Return the KV on the device, kept there unless a delete came in between; where there is
         no room for it, the KV as it is."""
         copied = device.copied(kv)

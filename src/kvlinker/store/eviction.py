@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from sortedcontainers import SortedDict
 
-from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
+from kvlinker.base.events import ChunkNamed, Event, Events, EvictionSwap
 from kvlinker.base.types.chunks import Eviction
 
 PINNED_SHARE = 0.8
@@ -394,7 +394,7 @@ class NextUses:
             own = (key for key in line if self._owners.get(key) == owner)
             found = needed_last([first, *own], lambda key: self._due(key, now))
         if found != first:
-            self._events.publish(ChunkSpared())
+            self._events.publish(EvictionSwap())
         return found
 
     def needed_later(self, key: str, keys: Iterable[str]) -> list[str]:

@@ -86,7 +86,7 @@ class Bandwidths:
             before = self._values(tier)
             if before is not None:
                 busy = before[1] + _WEIGHT * (busy - before[1])
-            self._speeds.note(self._name(tier), [self._averaged(tier, nbytes / seconds), busy])
+            self._speeds.note(self._name(tier), [self._average(tier, nbytes / seconds), busy])
             self._measured_at[tier] = time.monotonic()
 
     def note_reads(self, tier: str, reads: Sequence[TimedRead]) -> None:
@@ -129,7 +129,7 @@ class Bandwidths:
         """Return whether the last measurement is recent enough to decide against the tier."""
         return time.monotonic() - self._measured_at.get(tier, float("-inf")) < FRESH_SECONDS
 
-    def _averaged(self, tier: str, rate: float) -> float:
+    def _average(self, tier: str, rate: float) -> float:
         known = self.of(tier)
         drifting = self._drifting.setdefault(tier, [])
         if known is None or abs(rate - known) <= DRIFT * known:

@@ -113,7 +113,7 @@ class LayerLoader:
             thread.start()
         if self._watch is None:
             self._watch = threading.Thread(
-                target=self._end_what_is_late, name="kvlinker-loading-watch", daemon=True
+                target=self._end_late_chunks, name="kvlinker-loading-watch", daemon=True
             )
             self._watch.start()
 
@@ -182,7 +182,7 @@ class LayerLoader:
                 for tier, of_tier in reads.items():
                     self.bandwidths.note_reads(tier, of_tier)
 
-    def _end_what_is_late(self) -> None:
+    def _end_late_chunks(self) -> None:
         """Run in the watch, as long as anything is loaded: end reads that hang, and prompts past
         their deadlines."""
         while True:

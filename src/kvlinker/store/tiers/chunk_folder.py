@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX, synchronize, write_beside
-from kvlinker.store.tiers.base import checked_key
+from kvlinker.store.tiers.base import check_key
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ChunkFolder:
 
     def path(self, key: str) -> Path:
         """Return a chunk's place. Raises ValueError for what is no chunk key."""
-        return Path(self._place(checked_key(key)))
+        return Path(self._place(check_key(key)))
 
     def files(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the keys of all files, of all processes, with their stat."""

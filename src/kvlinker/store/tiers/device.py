@@ -61,13 +61,13 @@ class DeviceTier(HostTier):
         if kv.nbytes > self.budget_bytes:
             return None
         try:
-            layers = self._copied_layers(kv.layers)
+            layers = self._copy_layers(kv.layers)
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None
         return replace(kv, layers=layers)
 
-    def _copied_layers(self, layers: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
+    def _copy_layers(self, layers: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
         """Return the layers on the device, once they are there."""
         if self._lane is None or all(self._lane.holds(layer.key) for layer in layers):
             return tuple(layer.to(self._device) for layer in layers)

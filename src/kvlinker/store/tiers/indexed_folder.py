@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvlinker.base.events import ChunkEvicted, Events
-from kvlinker.base.garbage import collector_paused
+from kvlinker.base.garbage import pause_collector
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.base import LocalTier
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
@@ -69,7 +69,7 @@ class IndexedFolder(LocalTier):
         the guest's files go, and none of this one's."""
 
         self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
-        with collector_paused():
+        with pause_collector():
             found = sorted(
                 (status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files()
             )
@@ -91,12 +91,12 @@ class IndexedFolder(LocalTier):
             self._index.set_budget(max(0, budget_bytes))
             self._evict_for(0)
 
-    def give_up(self, nbytes: int) -> int:
+    def evict(self, nbytes: int) -> int:
         """Evict ``nbytes`` bytes, or fewer if no more can be evicted; returns how many were."""
         with self._lock:
             before = self.used_bytes
             if self._yields:
-                self._evict(self._unused_bytes + nbytes)
+                self._evict_until(self._unused_bytes + nbytes)
             return before - self.used_bytes
 
     def touch(self, key: str) -> bool:
@@ -151,7 +151,7 @@ class IndexedFolder(LocalTier):
         the next one."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with self._lock:
-                self.give_up(nbytes - self._take_back(nbytes))
+                self.evict(nbytes - self._take_back(nbytes))
         self._note_refusal(key, str(error))
 
     def commit(self, key: str, temporary: Path, nbytes: int) -> bool:
@@ -266,10 +266,10 @@ class IndexedFolder(LocalTier):
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit in addition to the current writes; the lock is held."""
-        self._evict(nbytes + self._reserved_bytes)
+        self._evict_until(nbytes + self._reserved_bytes)
         self._limit_guest(nbytes)
 
-    def _evict(self, nbytes: int) -> None:
+    def _evict_until(self, nbytes: int) -> None:
         """Evict until ``nbytes`` bytes of the budget are unused; the lock is held."""
         for key, size in self._index.make_room(nbytes):
             self._remove(key)
@@ -294,7 +294,7 @@ class IndexedFolder(LocalTier):
             return True  # writing will show
         if lacking:
             self._note_full()
-            self.give_up(lacking)
+            self.evict(lacking)
         return possible
 
     def _limit_guest(self, nbytes: int = 0) -> None:
@@ -305,7 +305,7 @@ class IndexedFolder(LocalTier):
 
     def _take_back(self, nbytes: int) -> int:
         """Let the guest evict ``nbytes`` bytes of the disk; returns how many it did."""
-        return 0 if self._guest is None else self._guest.give_up(nbytes)
+        return 0 if self._guest is None else self._guest.evict(nbytes)
 
     @property
     def _unused_bytes(self) -> int:

@@ -25,11 +25,11 @@ class DirectoryLock:
             raise self._unusable(error) from error
 
     def share(self) -> None:
-        if not self._taken(PATIENCE_SECONDS, alone=False):
+        if not self._try_lock(PATIENCE_SECONDS, alone=False):
             raise rekeying_error(f"state directory {self._directory}")
 
     def take_alone(self, patience: float = 0.0) -> None:
-        if not self._taken(patience, alone=True):
+        if not self._try_lock(patience, alone=True):
             raise in_use_error(f"state directory {self._directory}")
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class DirectoryLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _taken(self, patience: float, *, alone: bool) -> bool:
+    def _try_lock(self, patience: float, *, alone: bool) -> bool:
         """Take the lock; return whether that was possible."""
         deadline = time.monotonic() + patience
         while True:
