@@ -94,8 +94,8 @@ class ChunkNamed:
 
 @dataclass(frozen=True, slots=True)
 class EvictionSwap:
-    """A chunk whose next use is predicted soon was spared; another chunk of its owner was
-    evicted."""
+    """A chunk was evicted in place of another chunk of its owner, whose next use is predicted
+    sooner."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,14 @@ logger = logging.getLogger(__name__)
 
 LONGEST_CREATION_SECONDS = 3600.0
 """The seconds during which a chunk's KV may be stored, or found, before its creation is over, and
-the catalog has its context cache."""
+the catalog has its context cache; chosen by hand."""
 
 
 DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
+"""The bytes that may wait to be written to one slower tier; chosen by hand."""
+
 SHARED_TIERS_CLOSE_SECONDS = 10.0
+"""The seconds that closing waits for writes to shared tiers; chosen by hand."""
 
 
 class Holds:

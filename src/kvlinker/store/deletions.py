@@ -13,14 +13,14 @@ from kvlinker.store.chunk_store import ChunkStore
 
 LONGEST_REQUEST_SECONDS = 600.0
 """The seconds after a chunk's deletion during which a request that was under way may compute and
-store its KV again."""
+store its KV again; chosen by hand."""
 
 LONGEST_TRANSACTION_SECONDS = 15.0
 """The most seconds between the time that another process notes for a deletion and the moment the
-catalog shows it."""
+catalog shows it; chosen by hand."""
 
 MADE_UP_AT_ONCE = 1000
-"""The most failed deletions that one call tries again."""
+"""The most failed deletions that one call tries again; chosen by hand."""
 
 
 class Deletions:

@@ -39,7 +39,8 @@ LEFT_SECONDS = 7 * 24 * 3600.0
 by hand."""
 
 WRITE_QUEUE_BYTES = 256 << 20
-"""The most bytes that wait in memory to be written; what would exceed them is not kept."""
+"""The most bytes that wait in memory to be written; what would exceed them is not kept; chosen by
+hand."""
 
 
 class SpilledPrefixes:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
 
 POSITION_SECONDS = 3600
-"""The time for which a listing can go on after a context cache that was removed."""
+"""The time for which a listing can go on after a context cache that was removed; chosen by hand."""
 
 ALL = 2**62
 """The limit of unlimited figures."""

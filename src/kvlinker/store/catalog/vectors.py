@@ -18,11 +18,11 @@ VECTOR = np.dtype("<f4")
 """How a vector's numbers are stored."""
 
 KEYS_PER_QUERY = 500
-"""The chunks that are looked up at once, the nearest first."""
+"""The chunks that are looked up at once, the nearest first; chosen by hand."""
 
 VECTORS_PER_QUERY = 5000
 """The vectors that are read at once: those of many chunks take a lot of memory, and others wait for
-the database meanwhile."""
+the database meanwhile; chosen by hand."""
 
 
 class VectorIndex:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 BLOCK_BYTES = 1 << 18
+"""The plain bytes of one block; chosen by hand. Part of the format of sealed chunks, as the lengths
+below: those of AES-256-GCM."""
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12

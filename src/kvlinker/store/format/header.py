@@ -30,6 +30,8 @@ from kvlinker.store.throttle import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
+"""The version of plain files. A change of the format takes the next number."""
+
 COMPRESSED_VERSION = 4
 """The version of files with compressed tensors; everything else is as in version 3."""
 

@@ -16,16 +16,18 @@ _WEIGHT = 0.3
 """The weight of a new measurement in the moving average (0 to 1); chosen by hand."""
 
 BUSY_SHARE = 0.15
-"""The share of its time up to which a thread that reads leaves its processor to a computation. When
-it is busy for longer, the computation loses about three times as much (its other threads wait for
-the one that was held up), and there are two that read: then it is quicker to read first."""
+"""The share of its time up to which a thread that reads leaves its processor to a computation;
+chosen by hand. When it is busy for longer, the computation loses about three times as much (its
+other threads wait for the one that was held up), and there are two that read: then it is quicker to
+read first."""
 
 DRIFT_NOTES = 3
-"""The number of measurements in a row that drift from the average before they replace it."""
+"""The number of measurements in a row that drift from the average before they replace it; chosen by
+hand."""
 
 FRESH_SECONDS = 60.0
-"""The seconds after which a measurement no longer decides against a tier, which may have
-changed."""
+"""The seconds after which a measurement no longer decides against a tier, which may have changed;
+chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,19 +27,21 @@ from kvlinker.store.loading.reading import ChunkRead, Form, Found, ReadLayer, Re
 logger = logging.getLogger(__name__)
 
 THREADS = 2
+"""The threads that read slower tiers; chosen by hand."""
 
 STALL_SECONDS = 5.0
-"""The seconds after which a single read counts as hanging."""
+"""The seconds after which a single read counts as hanging; chosen by hand."""
 
 WATCH_SECONDS = 0.02
-"""The seconds between two looks of the watch."""
+"""The seconds between two looks of the watch; chosen by hand."""
 
 MOST_ABANDONED = 8
-"""The most threads that may hang and are replaced; after that, no further one is."""
+"""The most threads that may hang and are replaced; after that, no further one is; chosen by
+hand."""
 
 CLOSE_SECONDS = 5.0
 """The seconds that closing waits for reads under way; reads that hang do not hold up the process's
-end."""
+end; chosen by hand."""
 
 
 class LayerLoader:

@@ -41,7 +41,8 @@ EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
 
 AUDIT_SECONDS = 600.0
-"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for."""
+"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for; chosen
+by hand."""
 
 _NOTHING_WRITTEN = WriteOutcome(stored=False)
 

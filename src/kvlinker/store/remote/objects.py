@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
 
 LISTING_SECONDS = 300.0
-"""The time from one listing of what other servers wrote and removed to the next."""
+"""The time from one listing of what other servers wrote and removed to the next; chosen by hand."""
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/(?=\1)({CHUNK_KEY.pattern})\.safetensors")
 _TEMPORARY_NAME = re.compile(
     rf"[0-9a-f]{{2}}/{CHUNK_KEY.pattern}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}"
 )
-_STALE_SECONDS = 600.0
+_STALE_SECONDS = 600.0  # the age of a temporary file whose writer is gone; chosen by hand
 _LOCAL = {"file", "local"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")

@@ -23,15 +23,16 @@ from kvlinker.store.tiers.base import check_key
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 << 20
-"""Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less."""
+"""Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less;
+chosen by hand."""
 
 SPARE_SHARE = 0.05
 """Share of a file system's size that chunk files leave free for others, where ``SPARE_BYTES`` is
-not less."""
+not less; chosen by hand."""
 
 _SUFFIX = ".safetensors"
 _FILE_NAME = re.compile(rf"({CHUNK_KEY.pattern})\.safetensors")
-_FOLDER_CHARACTERS = 2
+_FOLDER_CHARACTERS = 2  # of a key, which name its folder: 256 folders
 _ASIDE_SUFFIX = ".aside"
 
 

@@ -22,7 +22,7 @@ from kvlinker.store.tiers.host import HostTier
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.1
-"""The share of a CUDA device's free memory that the tier takes by default."""
+"""The share of a CUDA device's free memory that the tier takes by default; chosen by hand."""
 
 
 class DeviceTier(HostTier):

@@ -20,6 +20,7 @@ from kvlinker.store.tiers.other_processes import OtherProcesses
 logger = logging.getLogger(__name__)
 
 _STALE_SECONDS = 600.0
+"""The age in seconds from which a temporary file has no writer any more; chosen by hand."""
 
 
 class IndexedFolder(LocalTier):

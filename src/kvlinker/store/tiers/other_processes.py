@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 LOOK_SECONDS = 10.0
-"""The seconds after which a look is old."""
+"""The seconds after which a look is old; chosen by hand."""
 
 LOOK_BYTES_SHARE = 0.05
-"""The share of the budget after whose writing a look is old, too: others may have written as
-much."""
+"""The share of the budget after whose writing a look is old, too: others may have written as much;
+chosen by hand."""
 
 LOOK_SHARE = 0.02
-"""The largest share of the time that looks take."""
+"""The largest share of the time that looks take; chosen by hand."""
 
 
 class FolderScan(NamedTuple):

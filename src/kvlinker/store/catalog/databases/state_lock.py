@@ -10,7 +10,10 @@ from kvlinker.base import system
 from kvlinker.base.errors import StoreError
 
 PATIENCE_SECONDS = 10.0
+"""The seconds that a process waits for the lock to share it; chosen by hand."""
+
 TRY_AGAIN_SECONDS = 0.02
+"""The seconds between two attempts to acquire the lock; chosen by hand."""
 
 
 class DirectoryLock:
