@@ -33,9 +33,8 @@ from kvlinker.store.catalog.limits import (
     TenantUsage,
     check_pinned,
 )
-from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.responses import ResponseLog
-from kvlinker.store.catalog.room import Room, make_room, remove_expired
+from kvlinker.store.catalog.room import Room, make_room, release, remove_expired
 from kvlinker.store.catalog.rows import (
     BY_OWNER,
     CHUNK,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.releases import release
+from kvlinker.store.catalog.room import release
 from kvlinker.store.catalog.rows import CHUNK_COLUMNS, genuine_tokens
 
 ROWS_AT_ONCE = 500

@@ -55,12 +55,13 @@ from kvlinker.store.format.header import (
     heads_names,
     kv_dtypes,
     layer_sizes,
+    named_states,
     part_name,
     raw_bytes,
     read_header,
+    states_of,
 )
 from kvlinker.store.format.sealing import NOT_SEALED, SealedDataError, Sealing
-from kvlinker.store.format.states import named_states, states_of
 from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest
 
