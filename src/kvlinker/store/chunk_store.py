@@ -191,7 +191,9 @@ class ChunkStore:
         self._slower = tuple(tiers[1:])
         self._tiers = (self._host, *self._slower)
         self._device = device
-        self._in_memory = (self._host,) if device is None else (device, self._host)
+        self._in_memory: tuple[HostTier, ...] = (
+            (self._host,) if device is None else (device, self._host)
+        )
         self._all_tiers: tuple[Tier, ...] = (*self._in_memory, *self._slower)
         self._writers = writers
         self._holds = Holds(self._in_memory)
