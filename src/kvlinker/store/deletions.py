@@ -59,9 +59,9 @@ class Deletions:
         return frozenset(key for key in keys if self._delete(key))
 
     def follow(self, now: float) -> None:
-        """Delete what was released since the last call (by other processes, or before a crash),
-        what requests under way stored again, and what a tier could not let go of earlier. ``now``:
-        Unix seconds."""
+        """Delete the chunks that were released since the last call, by other processes or before a
+        crash, those that requests under way stored again, and those that a tier failed to delete.
+        ``now``: Unix seconds."""
         with self._following:
             after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
             released = self._catalog.released(after, math.inf)  # also before the clock was set back

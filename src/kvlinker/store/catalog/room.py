@@ -126,7 +126,7 @@ def _remove(connection: Connection, numbers: Sequence[int], now: float) -> tuple
 
 def release(connection: Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
     """Remove those of the chunks that no context cache holds, with their texts and with the
-    variants of what is left of no chunk; returns the keys of chunks and variants, and notes them as
+    variants of chunks that are gone; returns the keys of chunks and variants, and notes them as
     released. Called inside a transaction."""
     gone = []
     for key in chunk_keys:

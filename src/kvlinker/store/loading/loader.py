@@ -6,8 +6,8 @@ least has been read, so that a prompt's chunks advance in step. A chunk that sev
 read once; each of them gets an ``ArrivingKV`` of its own.
 
 One watch ends late reads. A prompt past its deadline cancels the chunks that it waits for. A read
-that does not return is left to itself: its chunk is lost to all who want it, and another thread
-takes its thread's place.
+that does not return is left to itself: its chunk is lost to all prompts that want it, and another
+thread takes its thread's place.
 """
 
 from __future__ import annotations

@@ -52,11 +52,10 @@ class ObjectMedium:
     """Keeps each blob as ``<url>/<first two characters of the key>/<key>.safetensors``; other names
     are left alone.
 
-    What is there, and its size, is listed when the medium is opened and every few minutes, by a
-    thread of its own; blobs that others wrote since are found when they are asked for. Uses are
-    known to each server only as far as they are its own, others' blobs count as last used when they
-    were written; and the budget may be passed by what other servers write, until a server that has
-    listed it writes something itself.
+    A thread lists the blobs and their sizes when the medium is opened, and every few minutes. Blobs
+    that others wrote since are found when they are asked for. Each server knows its own uses only:
+    others' blobs count as last used when they were written. Other servers' writes may exceed the
+    budget, until a server that has listed them writes itself.
     """
 
     ahead_bytes = 8 << 20
@@ -87,7 +86,7 @@ class ObjectMedium:
             self._files, root = fsspec.core.url_to_fs(
                 url, skip_instance_cache=True, use_listings_cache=False
             )
-        except Exception as error:  # which may quote the credentials, as what it came from
+        except Exception as error:  # its message may quote the credentials, as may its cause
             raise StoreError(
                 f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a"
                 " URL that fsspec knows, such as s3://bucket/folder or gs://bucket/folder, and"

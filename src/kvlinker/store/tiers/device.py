@@ -79,9 +79,8 @@ class DeviceTier(HostTier):
         """Do nothing: slower tiers keep pinned chunks."""
 
     def _accepts(self, key: str, nbytes: int) -> bool:
-        return self._index.fits(
-            nbytes
-        )  # what it lacks is copied for each step, from the host's memory
+        # a chunk that does not fit is copied from the host's memory for each step
+        return self._index.fits(nbytes)
 
 
 @register

@@ -188,7 +188,7 @@ class PostgresDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
-        # who waited for one that got no answer learns of it before it asks itself
+        # a thread that waited for another, which got no answer, fails at once and does not ask
         with self._writing_turn(), self._errors(), self._writing_connection() as connection:
             try:
                 self._check_version(connection)
