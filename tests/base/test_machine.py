@@ -87,7 +87,7 @@ MEMORIES: dict[str, tuple[str, dict[str, object], int | None, int | None]] = {
 def test_memory(tmp_path: Path, case: str) -> None:
     membership, files, limit, left = MEMORIES[case]
     found = group(tmp_path, membership, files)
-    assert (found.memory(), found.memory_left()) == (limit, left)
+    assert (found.memory(), found.remaining_memory()) == (limit, left)
 
 
 @pytest.mark.parametrize(

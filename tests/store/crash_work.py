@@ -60,7 +60,7 @@ class Shared(NamedTuple):
     @property
     def settings(self) -> dict[str, str]:
         urls = {name: url for name, url in self._asdict().items() if url is not None}
-        return urls | {name.replace("url", "space"): str(SHARED_BYTES) for name in urls}
+        return urls if self.object_url is None else urls | {"object_space": str(SHARED_BYTES)}
 
     def tiers(self) -> list[Tier]:
         """Open them, and no other."""

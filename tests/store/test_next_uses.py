@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
+from kvlinker.base.events import ChunkNamed, Event, Events, EvictionSwap
 from kvlinker.store import eviction
 from kvlinker.store.eviction import LEAST_GRACE, EvictionIndex, NextUses
 
@@ -71,7 +71,7 @@ def test_expectations_end() -> None:
     assert uses.due("a") == 2
     clock.now = 2 + LEAST_GRACE - 1
     assert uses.needed_last("ab") == "b"
-    assert events == [ChunkSpared()]
+    assert events == [EvictionSwap()]
     clock.now += 1
     assert uses.needed_last("ab") == "a"
     uses.expect("one", "flow", {"a": 500})

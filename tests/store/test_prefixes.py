@@ -26,7 +26,7 @@ from kvlinker.store.prefixes import (
     ProcessFolder,
     SpilledPrefixes,
     _locked,
-    remove_left,
+    remove_leftovers,
 )
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
@@ -205,7 +205,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
     running.close()
     running.close()
     assert list(root.iterdir()) == []
-    remove_left(tmp_path / "nowhere")
+    remove_leftovers(tmp_path / "nowhere")
 
 
 def test_the_next_process_with_the_model_takes_over_what_is_left(
@@ -278,7 +278,7 @@ def test_a_left_folder_that_cannot_be_taken_over_is_let_be(tmp_path: Path) -> No
         folder = ProcessFolder(tmp_path / NAME, left.name)
     assert (left / "kept").exists()
     assert list(folder.path.iterdir()) == []
-    remove_left(tmp_path)
+    remove_leftovers(tmp_path)
     assert folder.path.exists(), "it is locked itself"
     folder.close()
 
@@ -301,11 +301,11 @@ def test_all_that_is_left_keeps_within_the_budget(tmp_path: Path, recorder: Reco
 def test_what_no_process_takes_over_is_removed(spilled: SpilledPrefixes, disk: DiskTier) -> None:
     add(spilled, 0)
     spilled.leave(b"")
-    remove_left(disk.directory)
+    remove_leftovers(disk.directory)
     (left,) = (disk.directory / NAME).iterdir()
     old = time.time() - LEFT_SECONDS - 1
     os.utime(left, (old, old))
-    remove_left(disk.directory)
+    remove_leftovers(disk.directory)
     assert list((disk.directory / NAME).iterdir()) == []
 
 

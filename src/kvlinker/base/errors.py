@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from typing import Self
 
 LONGEST_MISSPELT = 64
-"""The characters of a word beyond which nothing is near it: comparing takes long."""
+"""The characters of a word beyond which nothing is near it: comparing takes long; chosen by
+hand."""
 
 
 class KVLinkerError(Exception):

@@ -93,9 +93,9 @@ class ChunkNamed:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSpared:
-    """A chunk whose next use is predicted soon was spared; another chunk of its owner was
-    evicted."""
+class EvictionSwap:
+    """A chunk was evicted in place of another chunk of its owner, whose next use is predicted
+    sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ Event = (
     | TierUnavailable
     | ImplicitText
     | ChunkNamed
-    | ChunkSpared
+    | EvictionSwap
     | SuccessorsPredicted
     | AnswerKept
     | ImplicitEvicted

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Collect nothing in the block."""
     enabled = gc.isenabled()
     gc.disable()
@@ -24,6 +24,6 @@ def collector_paused() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Collect nothing while the block imports modules of a command; later collections skip the
     objects that exist at its end."""
-    with collector_paused():
+    with pause_collector():
         yield
     gc.freeze()

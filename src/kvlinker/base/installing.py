@@ -26,12 +26,12 @@ def install_command(extra: str) -> str:
 def _checkout() -> Path | None:
     """Return the folder from which kvlinker was installed to be edited; None if it was not."""
     try:
-        told = json.loads(distribution("kvlinker").read_text("direct_url.json") or "{}")
+        origin = json.loads(distribution("kvlinker").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
         return None
-    if not told.get("dir_info", {}).get("editable"):
+    if not origin.get("dir_info", {}).get("editable"):
         return None
-    return Path(unquote(urlsplit(told["url"]).path))
+    return Path(unquote(urlsplit(origin["url"]).path))
 
 
 def _near(path: Path) -> Path:

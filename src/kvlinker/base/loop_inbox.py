@@ -46,7 +46,9 @@ class LoopInbox:
             self._calls.clear()
 
     def _empty(self) -> None:
-        self._is_woken = False  # before the last look: who puts behind it wakes the loop again
+        self._is_woken = (
+            False  # before the last look: a thread that puts after it wakes the loop again
+        )
         while self._calls:
             try:
                 self._calls.popleft()()

@@ -30,7 +30,7 @@ class ControlGroup:
         """Return the bytes that may be used in all; None for no limit."""
         return min((limit for limit, _ in self._memories()), default=None)
 
-    def memory_left(self) -> int | None:
+    def remaining_memory(self) -> int | None:
         """Return the bytes that may still be used, where files that were read but are not in use
         make room; None for no limit."""
         return min((max(limit - used, 0) for limit, used in self._memories()), default=None)
@@ -85,7 +85,7 @@ def memory(group: ControlGroup = ControlGroup()) -> int:
 
 def available_memory(group: ControlGroup = ControlGroup()) -> int:
     """Return the bytes of memory that are left for this process."""
-    return _least(psutil.virtual_memory().available, group.memory_left())
+    return _least(psutil.virtual_memory().available, group.remaining_memory())
 
 
 def processors(group: ControlGroup = ControlGroup()) -> int:

@@ -11,15 +11,15 @@ from kvlinker.base.machine import processors
 from kvlinker.base.threads import bound_spinning
 
 ARENA_SHARERS = 8
-"""The processors whose threads share an arena of GNU's C library."""
+"""The processors whose threads share an arena of GNU's C library; chosen by hand."""
 
 M_ARENA_MAX = -8
 """The number of the option of ``mallopt`` with this name, in GNU's malloc.h."""
 
 PRODUCTS = 256
-"""The compiled products that PyTorch and oneDNN each keep, one for each number of rows. Their own
-1,024 take most of a gigabyte once prompts of all lengths have come; compiling one again takes less
-than a millisecond."""
+"""The compiled products that PyTorch and oneDNN each keep, one for each number of rows; chosen by
+hand. Their own 1,024 take most of a gigabyte once prompts of all lengths have come; compiling one
+again takes less than a millisecond."""
 
 _set_up = False
 

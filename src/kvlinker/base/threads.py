@@ -98,7 +98,7 @@ def _set_own_threads(openmp: int, mkl: int) -> None:
     """Set the numbers of threads of the calling thread; 0 is MKL's own choice."""
     import torch
 
-    libraries = ctypes.CDLL(torch._C.__file__)  # what it was linked with, too
+    libraries = ctypes.CDLL(torch._C.__file__)  # with the libraries that it was linked with
     for name, count in (("omp_set_num_threads", openmp), ("MKL_Set_Num_Threads_Local", mkl)):
         set_threads = getattr(libraries, name, None)
         if set_threads is not None:

@@ -186,7 +186,7 @@ def check_caches(
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
-        left = store.left_keys()  # before the catalog is read: what is entered now is no orphan
+        left = store.leftover_keys()  # before the catalog is read: what is entered now is no orphan
         held = catalog.chunk_keys().keys()
         orphans = sorted(left - with_places(held))
         for key in orphans:

@@ -27,7 +27,7 @@ from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.memory.resident import Residence
-from kvlinker.store.prefixes import SpilledPrefixes, remove_left
+from kvlinker.store.prefixes import SpilledPrefixes, remove_leftovers
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
@@ -40,11 +40,14 @@ logger = logging.getLogger(__name__)
 
 LONGEST_CREATION_SECONDS = 3600.0
 """The seconds during which a chunk's KV may be stored, or found, before its creation is over, and
-the catalog has its context cache."""
+the catalog has its context cache; chosen by hand."""
 
 
 DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
+"""The bytes that may wait to be written to one slower tier; chosen by hand."""
+
 SHARED_TIERS_CLOSE_SECONDS = 10.0
+"""The seconds that closing waits for writes to shared tiers; chosen by hand."""
 
 
 class Holds:
@@ -188,7 +191,9 @@ class ChunkStore:
         self._slower = tuple(tiers[1:])
         self._tiers = (self._host, *self._slower)
         self._device = device
-        self._in_memory = (self._host,) if device is None else (device, self._host)
+        self._in_memory: tuple[HostTier, ...] = (
+            (self._host,) if device is None else (device, self._host)
+        )
         self._all_tiers: tuple[Tier, ...] = (*self._in_memory, *self._slower)
         self._writers = writers
         self._holds = Holds(self._in_memory)
@@ -208,7 +213,7 @@ class ChunkStore:
         self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
         self._prefixes: SpilledPrefixes | None = None
         if self._disk is not None:
-            remove_left(self._disk.directory)
+            remove_leftovers(self._disk.directory)
         atexit.register(self.close)
 
     def keep_resident_as(self, residence: Residence) -> None:
@@ -269,7 +274,7 @@ class ChunkStore:
             kv = self._residence.resident(stored)
             self._promote(key, kv, None, [self._host], epoch)
         if self._device is not None:
-            kv = self._copied_up(self._device, key, kv, epoch)
+            kv = self._copy_up(self._device, key, kv, epoch)
         self._publish_loaded(self._host.name, kv, time.perf_counter() - started)
         return kv
 
@@ -344,7 +349,7 @@ class ChunkStore:
     def forget_prefixes(self) -> None:
         """Remove the prefixes' KV that processes which have ended have left to others."""
         if self._disk is not None:
-            remove_left(self._disk.directory, older_than=-math.inf)
+            remove_leftovers(self._disk.directory, older_than=-math.inf)
 
     @property
     def spilled_bytes(self) -> int:
@@ -433,7 +438,7 @@ class ChunkStore:
         """Return the tiers that chunks are loaded from, from the fastest to the slowest."""
         return self._slower
 
-    def left_keys(self) -> frozenset[str]:
+    def leftover_keys(self) -> frozenset[str]:
         """Return the keys of all chunks on disks of this store alone that no process has written or
         used for ``LONGEST_CREATION_SECONDS``: those that no context cache holds are left over."""
         disks = (tier for tier in self._tiers if isinstance(tier, DiskTier))
@@ -594,7 +599,7 @@ class ChunkStore:
                     )
         tiers[0].put(key, kv)
 
-    def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
+    def _copy_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
         """Return the KV on the device, kept there unless a delete came in between; where there is
         no room for it, the KV as it is."""
         copied = device.copied(kv)

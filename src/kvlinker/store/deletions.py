@@ -13,55 +13,55 @@ from kvlinker.store.chunk_store import ChunkStore
 
 LONGEST_REQUEST_SECONDS = 600.0
 """The seconds after a chunk's deletion during which a request that was under way may compute and
-store its KV again."""
+store its KV again; chosen by hand."""
 
 LONGEST_TRANSACTION_SECONDS = 15.0
 """The most seconds between the time that another process notes for a deletion and the moment the
-catalog shows it."""
+catalog shows it; chosen by hand."""
 
 MADE_UP_AT_ONCE = 1000
-"""The most failed deletions that one call tries again."""
+"""The most failed deletions that one call tries again; chosen by hand."""
 
 
 class Deletions:
     """Deletes from the store what the catalog released, whichever process released it. Methods may
     be called from any thread.
 
-    What is being created in this process is spared until the catalog says that it is held: its KV
-    may be in the store from before a deletion, or be there again already.
+    A chunk that this process is creating is protected until the catalog holds it: its KV may be in
+    the store from before a deletion, or be there again already.
     """
 
     def __init__(self, catalog: Catalog, store: ChunkStore) -> None:
         self._catalog = catalog
         self._store = store
         self._changed = threading.Condition()  # guards the two that follow
-        self._spared: Counter[str] = Counter()
+        self._protected: Counter[str] = Counter()
         self._deleting: Counter[str] = Counter()
         self._following = threading.Lock()
         self._followed_until = -math.inf
         self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
 
-    def spare(self, keys: Collection[str]) -> None:
-        """Delete none of these chunks until ``spare_no_longer`` gets the same keys; waits for those
+    def protect(self, keys: Collection[str]) -> None:
+        """Delete none of these chunks until ``unprotect`` gets the same keys; waits for those
         that are just being deleted."""
         with self._changed:
-            self._spared.update(keys)
+            self._protected.update(keys)
             self._changed.wait_for(lambda: self._deleting.keys().isdisjoint(keys))
 
-    def spare_no_longer(self, keys: Collection[str]) -> None:
-        """End what one call of ``spare`` began."""
+    def unprotect(self, keys: Collection[str]) -> None:
+        """End what one call of ``protect`` began."""
         with self._changed:
-            self._spared -= Counter(keys)
+            self._protected -= Counter(keys)
 
     def drop(self, keys: Iterable[str]) -> frozenset[str]:
         """Delete these chunks; returns those whose bytes are gone from all tiers. Chunks that are
-        spared, or held by now, stay."""
-        return frozenset(key for key in keys if self._dropped(key))
+        protected, or held by now, stay."""
+        return frozenset(key for key in keys if self._delete(key))
 
     def follow(self, now: float) -> None:
-        """Delete what was released since the last call (by other processes, or before a crash),
-        what requests under way stored again, and what a tier could not let go of earlier. ``now``:
-        Unix seconds."""
+        """Delete the chunks that were released since the last call, by other processes or before a
+        crash, those that requests under way stored again, and those that a tier failed to delete.
+        ``now``: Unix seconds."""
         with self._following:
             after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
             released = self._catalog.released(after, math.inf)  # also before the clock was set back
@@ -75,9 +75,9 @@ class Deletions:
             self._catalog.forget_released(self.drop(unfinished), settled)
             self._followed_until = now
 
-    def _dropped(self, key: str) -> bool:
+    def _delete(self, key: str) -> bool:
         with self._changed:
-            if key in self._spared or not self._catalog.unheld([key]):
+            if key in self._protected or not self._catalog.unheld([key]):
                 return False
             self._deleting[key] += 1
         try:

@@ -14,37 +14,38 @@ from typing import NamedTuple, TypeVar
 
 from sortedcontainers import SortedDict
 
-from kvlinker.base.events import ChunkNamed, ChunkSpared, Event, Events
+from kvlinker.base.events import ChunkNamed, Event, Events, EvictionSwap
 from kvlinker.base.types.chunks import Eviction
 
 PINNED_SHARE = 0.8
-"""The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others,
-so that a small tier remains useful."""
+"""The share of a tier's budget that pinned chunks may keep; chosen by hand. Beyond it they are
+evicted like others, so that a small tier remains useful."""
 
 LEAST_SHARE = 1 / 16
 """The least share of a chunk that a use counts as computing again; smaller shares count as this
-one."""
+one; chosen by hand."""
 
 MOST_REUSE = 256.0
 """The most that uses can add up to, so that a chunk that was once used very often can still be
-evicted later."""
+evicted later; chosen by hand."""
 
 
 MOST_OWNED = 65_536
-"""The most chunks whose owners are remembered; those that were named last stay."""
+"""The most chunks whose owners are remembered; those that were named last stay; chosen by hand."""
 
 MOST_PLANS = 64
-"""The most plans of one owner that count; the newest stay."""
+"""The most plans of one owner that count; the newest stay; chosen by hand."""
 
 MOST_OWNERS = 256
-"""The most owners whose plans count; the most recent ones stay."""
+"""The most owners whose plans count; the most recent ones stay; chosen by hand."""
 
 LEAST_GRACE = 30.0
 """The seconds that a chunk is at least still expected after it was due; otherwise as long as it was
-ahead."""
+ahead; chosen by hand."""
 
 MOST_COMPARED = 1024
-"""The most chunks, the next to be evicted first, that are compared by their next uses."""
+"""The most chunks, the next to be evicted first, that are compared by their next uses; chosen by
+hand."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -394,7 +395,7 @@ class NextUses:
             own = (key for key in line if self._owners.get(key) == owner)
             found = needed_last([first, *own], lambda key: self._due(key, now))
         if found != first:
-            self._events.publish(ChunkSpared())
+            self._events.publish(EvictionSwap())
         return found
 
     def needed_later(self, key: str, keys: Iterable[str]) -> list[str]:

@@ -39,7 +39,8 @@ LEFT_SECONDS = 7 * 24 * 3600.0
 by hand."""
 
 WRITE_QUEUE_BYTES = 256 << 20
-"""The most bytes that wait in memory to be written; what would exceed them is not kept."""
+"""The most bytes that wait in memory to be written; what would exceed them is not kept; chosen by
+hand."""
 
 
 class SpilledPrefixes:
@@ -83,7 +84,7 @@ class SpilledPrefixes:
         unknown = self._tier.keys() if self.note is None else self._tier.unused_for(LEFT_SECONDS)
         for key in unknown:
             self._tier.delete(key)
-        self._writer = BackgroundWriter(self._tier, WRITE_QUEUE_BYTES, throttle, self._written)
+        self._writer = BackgroundWriter(self._tier, WRITE_QUEUE_BYTES, throttle, self._write)
         self._bandwidths = Bandwidths(speeds, {NAME: f"{disk.speed_name} {NAME}"})
         self._loader = LayerLoader(self._bandwidths)
 
@@ -145,7 +146,7 @@ class SpilledPrefixes:
         OSError; then, as without this call, ``close`` removes the files."""
         self._tier.write_note(note)
         self._folder.leave()
-        remove_left(self._folder.path.parents[1], most_bytes=self.budget_bytes)
+        remove_leftovers(self._folder.path.parents[1], most_bytes=self.budget_bytes)
 
     def close(self) -> None:
         """Remove all files that are not left. Idempotent."""
@@ -161,7 +162,7 @@ class SpilledPrefixes:
         reader = None if tried else self._tier.open(key)
         return None if reader is None else OpenedChunk(NAME, reader)
 
-    def _written(self, kv: ChunkKV) -> None:
+    def _write(self, kv: ChunkKV) -> None:
         self._events.publish(PrefixSpilled(kv.tokens, kv.nbytes))
 
 
@@ -206,7 +207,7 @@ class ProcessFolder:
             self._descriptor = None
 
 
-def remove_left(
+def remove_leftovers(
     chunks: Path, *, older_than: float = LEFT_SECONDS, most_bytes: float = math.inf
 ) -> None:
     """Remove the files of processes that have ended, in the folder of a disk tier's chunks: those

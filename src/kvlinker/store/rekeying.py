@@ -18,7 +18,7 @@ from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import Cipher
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.format.sealing import SealedDataError, Sealing, sealing_of
-from kvlinker.store.prefixes import remove_left
+from kvlinker.store.prefixes import remove_leftovers
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 
@@ -53,7 +53,7 @@ def rekey(
         lock.take_alone()
         change_key(database, old, new)
         database.compact()  # also if a run before this one was broken off in between
-        remove_left(chunks, older_than=-math.inf)
+        remove_leftovers(chunks, older_than=-math.inf)
         try:
             return _rekey_files(ChunkFolder(chunks), sealing_of(old), sealing_of(new), progress)
         except OSError as error:
@@ -72,9 +72,9 @@ def _rekey_files(
     for done, (key, status) in enumerate(files):
         progress(done, len(files))
         path = folder.path(key)
-        if _opened(path, key, new) is not None:
+        if _open_plain(path, key, new) is not None:
             finished_before += 1
-        elif (plain := _opened(path, key, old)) is not None:
+        elif (plain := _open_plain(path, key, old)) is not None:
             folder.place(
                 folder.write(key, _writing(new, key, plain), last_use=status.st_mtime_ns), key
             )
@@ -87,7 +87,7 @@ def _rekey_files(
     return Rekeyed(written, finished_before, removed)
 
 
-def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
+def _open_plain(path: Path, key: str, sealing: Sealing) -> Bytes | None:
     """Return all plain bytes of a chunk file; None if it does not open so."""
     with open_regular(path) as file:
         source = FileSource(file)

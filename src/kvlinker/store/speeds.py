@@ -21,17 +21,21 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "speeds.json"
 FORMAT_VERSION = 1
+"""The version of the file. A change of its format takes the next number."""
 
 STALE_SECONDS = 7 * 86400.0
-"""The seconds after which a measurement is ignored, since the machine may have changed."""
+"""The seconds after which a measurement is ignored, since the machine may have changed; chosen by
+hand."""
 
 DRIFT = 0.25
-"""The share of the known value by which a measurement must differ to count as drifted."""
+"""The share of the known value by which a measurement must differ to count as drifted; chosen by
+hand."""
 
 SAVE_SECONDS = 10.0
-"""The seconds from a change worth saving to the write, so that writes are few."""
+"""The seconds from a change worth saving to the write, so that writes are few; chosen by hand."""
 
 _MOST_BYTES = 1 << 20
+"""The bytes of the file that are read at most; chosen by hand."""
 
 
 def _checked(values: tuple[float, ...]) -> tuple[float, ...]:

@@ -11,7 +11,8 @@ Rest = Callable[[], None]
 """Called between small pieces of background work; returns when the work may go on."""
 
 SHARE = 0.05
-"""The share of its time in which background work may go on while a computation is under way."""
+"""The share of its time in which background work may go on while a computation is under way; chosen
+by hand."""
 
 
 def no_rest() -> None:

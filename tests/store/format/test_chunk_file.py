@@ -33,8 +33,7 @@ from kvlinker.store.format.chunk_file import (
 )
 from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
-from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.format.states import states_of
+from kvlinker.store.format.header import ChunkFileError, states_of
 from tests.properties import examples
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 

@@ -17,7 +17,7 @@ import torch
 
 from kvlinker.base.events import ChunkDamaged
 from kvlinker.store import ChunkKV, DiskTier, StoreError
-from kvlinker.store.tiers import other_processes
+from kvlinker.store.tiers import indexed_folder
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 BUDGET = 1 << 20
@@ -312,8 +312,8 @@ def test_what_another_process_wrote_counts_against_the_budget(
 @pytest.fixture
 def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have tiers look at what others did in their folder whenever they write."""
-    monkeypatch.setattr(other_processes, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(other_processes, "LOOK_SHARE", math.inf)
+    monkeypatch.setattr(indexed_folder, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(indexed_folder, "LOOK_SHARE", math.inf)
 
 
 @pytest.mark.usefixtures("watchful")
@@ -337,7 +337,7 @@ def test_the_budget_is_that_of_all_processes_together(tmp_path: Path, recorder: 
 def test_much_written_is_reason_to_look(
     tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_processes, "LOOK_SHARE", math.inf)
+    monkeypatch.setattr(indexed_folder, "LOOK_SHARE", math.inf)
     size = put_size(tmp_path / "measured", recorder)
     folder = tmp_path / "shared"
     tiers = [open_tier(folder, recorder, 20 * size) for _ in range(3)]

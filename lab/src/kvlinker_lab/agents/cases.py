@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvlinker.base.events import ChunkEvicted, ChunkSpared, Event
+from kvlinker.base.events import ChunkEvicted, Event, EvictionSwap
 from kvlinker.doors.client.workflows import Workflow
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker_lab.agents.scenarios import Turn, Work, random_text
@@ -79,7 +79,7 @@ def open_case(
 
         def listen(event: Event) -> None:
             case.evicted += isinstance(event, ChunkEvicted)
-            case.spared += isinstance(event, ChunkSpared)
+            case.spared += isinstance(event, EvictionSwap)
 
         llm.events.subscribe(listen)
         yield case

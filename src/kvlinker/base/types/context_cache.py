@@ -13,19 +13,19 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.base.types.tenants import Scope
 
 LONGEST_NAME = 256
-"""The most characters of a context cache's name."""
+"""The most characters of a context cache's name; chosen by hand."""
 
 MOST_PAIRS = 16
-"""The most pairs of metadata of a context cache."""
+"""The most pairs of metadata of a context cache, as in OpenAI's API."""
 
 LONGEST_KEY = 64
-"""The most characters of a pair's key."""
+"""The most characters of a pair's key, as in OpenAI's API."""
 
 LONGEST_VALUE = 512
-"""The most characters of a pair's value."""
+"""The most characters of a pair's value, as in OpenAI's API."""
 
 MAX_TTL = 100 * 365 * 24 * 3600.0
-"""The longest time to live in seconds: a hundred years."""
+"""The longest time to live in seconds: a hundred years; chosen by hand."""
 
 END_OF_TIME = 253_402_300_799.0
 """The latest time of expiry in Unix seconds: the last second of the year 9999."""

@@ -1,7 +1,7 @@
 """The limits of what one request may bring, all in one place; ``docs/api.md`` lists them.
 
-They are far above what applications send. They make sure that any body is refused or parsed quickly
-enough not to delay other requests.
+They are chosen by hand, far above what applications send. They make sure that any body is refused
+or parsed quickly enough not to delay other requests.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from kvlinker.base.events import (
     ChunkEvicted,
     ChunkLoaded,
     ChunkLookup,
-    ChunkSpared,
     Event,
+    EvictionSwap,
     FirstToken,
     ImplicitEvicted,
     ImplicitText,
@@ -180,7 +180,7 @@ class Metrics:
                 self._restored_tokens.inc(event.tokens)
             case ImplicitText():
                 self._implicit_texts.labels(event.source, event.outcome).inc()
-            case ChunkSpared():
+            case EvictionSwap():
                 self._evictions_spared.inc()
             case SuccessorsPredicted():
                 self._foretold.labels("hit").inc(event.followed)

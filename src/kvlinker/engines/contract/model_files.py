@@ -25,7 +25,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.base.garbage import collector_paused
+from kvlinker.base.garbage import pause_collector
 from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import set_threads
 from kvlinker.engines.contract.gguf_files import state_of
@@ -91,7 +91,7 @@ def _model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
-@collector_paused()
+@pause_collector()
 def read_tokenizer(settings: Settings, **options: Any) -> Any:
     """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as
     ``revision``. Raises ModelLoadError when it cannot be loaded."""

@@ -116,14 +116,14 @@ class Creation:
             self._catalog.check_room(records, self._limits, now=created)
         entered: Future[tuple[ContextCache, ...]] = Future()
         keys = [record.chunk_key for record in records]
-        self._deletions.spare(keys)
+        self._deletions.protect(keys)
         try:
             begun = [self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks]
             for each in begun:
                 each.add_done_callback(lambda _: advance())
             computed = gather(begun, len)
         except BaseException:
-            self._deletions.spare_no_longer(keys)
+            self._deletions.unprotect(keys)
             raise
         computed.add_done_callback(lambda done: self._computed(done, records, ttl, entered))
         return entered
@@ -175,12 +175,12 @@ class Creation:
                 self._catalog.check_room([record], self._limits, now=now)
             except QuotaExceededError:
                 return None
-        self._deletions.spare(keys)
+        self._deletions.protect(keys)
         try:
             self._store.put(record.chunk_key, kv)
             (entered,) = self._catalog.implicit.enter([record], self._limits, now=now, kept=())
         finally:
-            self._deletions.spare_no_longer(keys)
+            self._deletions.unprotect(keys)
         if entered is None:
             self._deletions.drop(keys)
             return None
@@ -258,7 +258,7 @@ class Creation:
         try:
             self._writer.submit(self._enter, computed, records, ttl, entered)
         except BaseException as error:
-            self._deletions.spare_no_longer([record.chunk_key for record in records])
+            self._deletions.unprotect([record.chunk_key for record in records])
             entered.set_exception(error)
 
     def _enter(
@@ -284,7 +284,7 @@ class Creation:
                     )
                 room = self._catalog.add(records, self._limits, now=now)
             finally:
-                self._deletions.spare_no_longer(keys)
+                self._deletions.unprotect(keys)
             self._catalog.persist()
             self._drop(room)
             if records[0].pinned:

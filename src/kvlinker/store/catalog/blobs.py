@@ -13,7 +13,7 @@ TOKEN_TYPE = "<u4"
 """The type of packed token ids, as NumPy names it."""
 
 TOKEN_BYTES = 4
-"""The bytes of one of them."""
+"""The bytes of one packed token id."""
 
 
 class TokenBlobs:

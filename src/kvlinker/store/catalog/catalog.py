@@ -33,9 +33,8 @@ from kvlinker.store.catalog.limits import (
     TenantUsage,
     check_pinned,
 )
-from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.responses import ResponseLog
-from kvlinker.store.catalog.room import Room, make_room, remove_expired
+from kvlinker.store.catalog.room import Room, make_room, release, remove_expired
 from kvlinker.store.catalog.rows import (
     BY_OWNER,
     CHUNK,
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
 
 POSITION_SECONDS = 3600
-"""The time for which a listing can go on after a context cache that was removed."""
+"""The time for which a listing can go on after a context cache that was removed; chosen by hand."""
 
 ALL = 2**62
 """The limit of unlimited figures."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Connection, Database
-from kvlinker.store.catalog.releases import release
+from kvlinker.store.catalog.room import release
 from kvlinker.store.catalog.rows import CHUNK_COLUMNS, genuine_tokens
 
 ROWS_AT_ONCE = 500
 """The chunks whose token ids are read with one question: all may be more than memory holds, and
-take a database longer than it may."""
+take a database longer than it may; chosen by hand."""
 
 _COUNTED = """SELECT tenant, CAST(sum(caches) AS BIGINT), CAST(sum(chunks) AS BIGINT),
         CAST(sum(tokens) AS BIGINT), CAST(sum(nbytes) AS BIGINT) FROM (

@@ -97,7 +97,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None) -> bo
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
-            # both are plain; who wants them searched has them indexed again
+            # texts and vectors would stay plain: the server indexes them again if search is on
             connection.texts.remove_all(connection)
             connection.execute("DELETE FROM vectors")
         changed = [_reseal(connection, *column, before, after) for column in _COLUMNS]

@@ -121,7 +121,7 @@ def _rows(
     """Read a catalog's file: its context caches, its chunks by key, its schema version, and whether
     token ids are encrypted."""
     try:
-        with closing(_opened(source)) as file:
+        with closing(_open_source(source)) as file:
             file.row_factory = sqlite3.Row
             (version,) = file.execute("PRAGMA user_version").fetchone()
             names = {row["name"] for row in file.execute("SELECT name FROM sqlite_master")}
@@ -180,7 +180,7 @@ def _record(
     )
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open_source(path: Path) -> sqlite3.Connection:
     """Open a file of SQLite to be read; one that is not there is not made."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
@@ -188,7 +188,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _version_of(path: Path) -> int:
     """Return a file's schema version; 0 where there is none, and for what SQLite does not read,
     which the caller finds out when it opens the file."""
-    with suppress(sqlite3.Error), closing(_opened(path)) as file:
+    with suppress(sqlite3.Error), closing(_open_source(path)) as file:
         (version,) = file.execute("PRAGMA user_version").fetchone()
         return int(version)
     return 0

@@ -20,13 +20,14 @@ from kvlinker.store.catalog.blobs import (
 from kvlinker.store.catalog.databases.interface import Connection, Database
 
 MOST_RESPONSES = 10_000
-"""The most responses that are kept of a tenant: some hundred tasks of an agent."""
+"""The most responses that are kept of a tenant: some hundred tasks of an agent; chosen by hand."""
 
 MOST_BYTES = 256 * 2**20
 """The most bytes of them: at the 10 to 20 kB of a compressed request with an agent's tools, they
-are reached after their number."""
+are reached after their number; chosen by hand."""
 
 _ROWS_AT_ONCE = 500
+"""The rows that one statement takes; chosen by hand."""
 _LIVE = "expires_at > :now"
 
 

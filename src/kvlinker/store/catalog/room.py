@@ -4,14 +4,14 @@ transactions."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
 from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.limits import Limits, check_added
-from kvlinker.store.catalog.releases import release
+from kvlinker.store.catalog.variants import note_released, release_variants
 
 
 class Room(NamedTuple):
@@ -122,3 +122,23 @@ def _remove(connection: Connection, numbers: Sequence[int], now: float) -> tuple
         (json.dumps(numbers),),
     ).fetchall()
     return release(connection, {key for (key,) in removed}, now)
+
+
+def release(connection: Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
+    """Remove those of the chunks that no context cache holds, with their texts and with the
+    variants of chunks that are gone; returns the keys of chunks and variants, and notes them as
+    released. Called inside a transaction."""
+    gone = []
+    for key in chunk_keys:
+        removed = connection.execute(
+            "DELETE FROM chunks WHERE key = :key"
+            " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key)"
+            " RETURNING key, tenant, text_number, fingerprint, content",
+            {"key": key},
+        ).fetchall()
+        for chunk_key, tenant, text_number, *owner in removed:
+            gone.append(chunk_key)
+            connection.texts.remove(connection, tenant, text_number)
+            gone += release_variants(connection, *owner)
+    note_released(connection, gone, now)
+    return tuple(gone)

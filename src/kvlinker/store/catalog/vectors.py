@@ -18,11 +18,11 @@ VECTOR = np.dtype("<f4")
 """How a vector's numbers are stored."""
 
 KEYS_PER_QUERY = 500
-"""The chunks that are looked up at once, the nearest first."""
+"""The chunks that are looked up at once, the nearest first; chosen by hand."""
 
 VECTORS_PER_QUERY = 5000
 """The vectors that are read at once: those of many chunks take a lot of memory, and others wait for
-the database meanwhile."""
+the database meanwhile; chosen by hand."""
 
 
 class VectorIndex:
@@ -69,7 +69,7 @@ class VectorIndex:
         """Return the ids of the tenant's ``limit`` chunks whose vectors are nearest to ``vector``
         (by cosine), the nearest first; which of them, and by which context caches, is as in
         ``SearchIndex.search``."""
-        compared, nearness = self._compared(vector, embedder=embedder, tenant=tenant)
+        compared, nearness = self._compare(vector, embedder=embedder, tenant=tenant)
         order = np.argsort(-nearness, kind="stable").tolist()
         conditions, values = with_pairs(metadata)
         found: list[str] = []
@@ -96,7 +96,7 @@ class VectorIndex:
                 break
         return tuple(found[:limit])
 
-    def _compared(
+    def _compare(
         self, vector: NDArray[np.float32], *, embedder: str, tenant: str
     ) -> tuple[list[str], NDArray[np.float32]]:
         """Return the keys of all of the tenant's chunks that have vectors, and the products of

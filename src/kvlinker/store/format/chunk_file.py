@@ -55,12 +55,13 @@ from kvlinker.store.format.header import (
     heads_names,
     kv_dtypes,
     layer_sizes,
+    named_states,
     part_name,
     raw_bytes,
     read_header,
+    states_of,
 )
 from kvlinker.store.format.sealing import NOT_SEALED, SealedDataError, Sealing
-from kvlinker.store.format.states import named_states, states_of
 from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest
 
@@ -101,10 +102,10 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
     try:
-        tensors = _encoded(kv, codec, rest)
+        tensors = _encode(kv, codec, rest)
     except ValueError:
         codec = COMPRESSED_RAW if codec.compresses else RAW
-        tensors = _encoded(kv, codec, rest)
+        tensors = _encode(kv, codec, rest)
     contextualization = None if kv.scores is None else kv.scores.contextualization
     header = compose_header(
         key,
@@ -168,7 +169,7 @@ def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> E
     Raises ChunkFileError for anything that is not exactly what was encoded for ``key``,
     UnreadableHereError for what cannot be read here, and what the source raises.
     """
-    with _what_is_wrong():
+    with _damage_errors():
         plain = sealing.source(key, source)
         header = read_header(plain, key)
         if any(entry.compressed for entry in header.entries):
@@ -231,7 +232,7 @@ class EncodedChunk:
 
     def _heads(self, index: int) -> torch.Tensor:
         entries = self._entries[index * len(self._parts) : (index + 1) * len(self._parts)]
-        with _what_is_wrong():
+        with _damage_errors():
             tensors = [_read_tensor(self._source, self._header.start, entry) for entry in entries]
         parts = dict(zip(self._parts, tensors, strict=True))
         return self._header.codec.decode(parts, self._header.dtype, self._room)
@@ -259,7 +260,7 @@ class _Room:
 
 
 @contextmanager
-def _what_is_wrong() -> Iterator[None]:
+def _damage_errors() -> Iterator[None]:
     """Raise errors that indicate damage as ChunkFileError."""
     try:
         yield
@@ -269,7 +270,7 @@ def _what_is_wrong() -> Iterator[None]:
         raise ChunkFileError("truncated while it was read") from error
 
 
-def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
+def _encode(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
     """Return all tensors in order. Raises ValueError if the codec refuses."""
     tensors = []
     if kv.scores is not None:

@@ -18,13 +18,14 @@ from kvlinker.store.format.byte_source import Bytes
 from kvlinker.store.lazy_torch import torch
 
 LEVEL = 3
+"""The level of zstd: its own default."""
 
 _LEAST_WINDOW = 1024
 """The smallest window, in bytes, that a frame of zstd can ask for."""
 
 MOST_EXPANSION = 64
-"""The largest ratio of decompressed to compressed bytes, so that no file can claim more memory.
-Tensors that would shrink further are stored uncompressed."""
+"""The largest ratio of decompressed to compressed bytes, so that no file can claim more memory;
+chosen by hand. Tensors that would shrink further are stored uncompressed."""
 
 
 class UnreadableHereError(Exception):

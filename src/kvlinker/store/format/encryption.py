@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 BLOCK_BYTES = 1 << 18
+"""The plain bytes of one block; chosen by hand. Part of the format of sealed chunks, as the lengths
+below: those of AES-256-GCM."""
 
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
@@ -49,7 +51,7 @@ class Cipher:
                 f"Encryption needs a library that is not installed: {install_command('encryption')}"
             ) from error
         self._key = key
-        self._records = self._derived(b"", b"records")
+        self._records = self._derive(b"", b"records")
 
     def seal(self, data: bytes, associated: bytes) -> bytes:
         """Encrypt the data, with a random nonce before it; it opens only with the same
@@ -59,7 +61,7 @@ class Cipher:
 
     def open(self, sealed: bytes, associated: bytes) -> bytes:
         """Decrypt what ``seal`` returned. Raises SealedDataError."""
-        return _opened(self._records, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], associated)
+        return _decrypt(self._records, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], associated)
 
     def sealing(self) -> Sealing:
         """Return the sealing of chunks with this key."""
@@ -67,9 +69,9 @@ class Cipher:
 
     def of_chunk(self, salt: bytes) -> AESGCM:
         """Return the AES-GCM cipher of one chunk, whose key is derived from ``salt``."""
-        return self._derived(salt, b"chunk")
+        return self._derive(salt, b"chunk")
 
-    def _derived(self, salt: bytes, purpose: bytes) -> AESGCM:
+    def _derive(self, salt: bytes, purpose: bytes) -> AESGCM:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -78,7 +80,7 @@ class Cipher:
         return AESGCM(derivation.derive(self._key))
 
 
-def parsed_key(text: str, variable: str) -> bytes:
+def parse_key(text: str, variable: str) -> bytes:
     """Return the 32 bytes of a key in hex or base64. Raises StoreError for other texts."""
     try:
         if re.fullmatch(r"[0-9a-fA-F]{64}", text):
@@ -155,7 +157,7 @@ class _OpenedSource:
             begin = number * BLOCK_BYTES
             length = min(BLOCK_BYTES, self.size - begin) + _TAG_BYTES
             sealed = self._source.read(_HEADER_BYTES + begin + number * _TAG_BYTES, length)
-            block = _opened(self._cipher, _nonce(number), sealed.data, self._associated)
+            block = _decrypt(self._cipher, _nonce(number), sealed.data, self._associated)
             self._last = (number, block)
         return memoryview(block)
 
@@ -190,7 +192,7 @@ def _associated(key: str, nbytes: int) -> bytes:
     return b"kvlinker-chunk " + key.encode() + nbytes.to_bytes(_LENGTH_BYTES, "little")
 
 
-def _opened(cipher: AESGCM, nonce: bytes, sealed: bytes | memoryview, associated: bytes) -> bytes:
+def _decrypt(cipher: AESGCM, nonce: bytes, sealed: bytes | memoryview, associated: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:

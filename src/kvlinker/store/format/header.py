@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from kvlinker.base.types.chunk_scores import Contextualization
+from kvlinker.store.chunk_kv import ChunkState
 from kvlinker.store.format.byte_source import ByteSource
 from kvlinker.store.format.codecs import Codec, known_codecs
 from kvlinker.store.format.compression import (
@@ -24,12 +25,13 @@ from kvlinker.store.format.compression import (
     MissingLibraryError,
     UnreadableHereError,
 )
-from kvlinker.store.format.states import PREFIX
 from kvlinker.store.lazy_torch import torch
 from kvlinker.store.throttle import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
+"""The version of plain files. A change of the format takes the next number."""
+
 COMPRESSED_VERSION = 4
 """The version of files with compressed tensors; everything else is as in version 3."""
 
@@ -57,6 +59,10 @@ _CHECKSUM = "xxh3_128"
 _PLAIN = "plain"
 _SCORES = "scores"
 _CODEC = "codec"
+PREFIX = "state."
+"""The beginning of the names of tensors of layers with a state."""
+
+_MIXED, _GATE, _FACTOR, _OFFSET, _INNER = "mixed", "gate", "factor", "offset", "inner"
 _DTYPE = "dtype"
 _TOKENS = "tokens"
 _CONTEXTS = "contexts"
@@ -381,3 +387,44 @@ def _check_size(header: Header, entry: Entry) -> None:
         raise ValueError(f"{entry.name} is compressed, but the codec is {header.codec.name}")
     elif not stored < plain <= MOST_EXPANSION * stored:
         raise ValueError(f"{entry.name} claims {plain} bytes, but has {stored} compressed ones")
+
+
+def named_states(states: Sequence[ChunkState]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all layers' states with their names, in order."""
+    for index, state in enumerate(states):
+        parts = [_MIXED, *(f"{_GATE}.{number}" for number in range(len(state.gates)))]
+        if state.effect is not None:
+            parts += [_FACTOR, _OFFSET]
+        parts += [f"{_INNER}.{number}" for number in range(len(state.inner))]
+        for part, tensor in zip(parts, state.tensors, strict=True):
+            yield f"{PREFIX}{index:04d}.{part}", tensor
+
+
+def states_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[ChunkState, ...]:
+    """Return the states that ``named_states`` names so. Raises ValueError for anything else."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        layer, _, part = name.removeprefix(PREFIX).partition(".")
+        layers.setdefault(layer, {})[part] = tensor
+    states = tuple(_state(parts) for parts in layers.values())
+    if [name for name, _ in named_states(states)] != [name for name, _ in tensors]:
+        raise ValueError("the states are not those of layers in order")
+    return states
+
+
+def _state(parts: dict[str, torch.Tensor]) -> ChunkState:
+    gates, inner = (
+        tuple(tensor for name, tensor in parts.items() if name.startswith(start))
+        for start in (_GATE, _INNER)
+    )
+    effect = (parts[_FACTOR], parts[_OFFSET]) if {_FACTOR, _OFFSET} <= parts.keys() else None
+    state = ChunkState(parts.get(_MIXED, torch.empty(0)), gates, effect, inner)
+    edges = {len(gate) for gate in gates}
+    uneven = len(edges) > 1 or len({len(part) for part in inner}) > 1
+    if uneven or len(state.mixed) < max(edges, default=1):
+        raise ValueError("a layer's tensors differ in tokens")
+    if inner and ((gates and effect is None) or len(inner) != 1 + len(gates)):
+        raise ValueError("a layer's inner tokens are not whole")
+    if effect is not None and not effect[0].ndim == effect[1].ndim == 3:
+        raise ValueError("what a layer's tokens do to a state is not a map")
+    return state

@@ -60,6 +60,6 @@ def load_cipher(key: SecretStr | None, variable: str = KEY_VARIABLE) -> Cipher |
     """
     if key is None:
         return None
-    from kvlinker.store.format.encryption import Cipher, parsed_key
+    from kvlinker.store.format.encryption import Cipher, parse_key
 
-    return Cipher(parsed_key(key.get_secret_value().strip(), variable))
+    return Cipher(parse_key(key.get_secret_value().strip(), variable))

@@ -16,16 +16,18 @@ _WEIGHT = 0.3
 """The weight of a new measurement in the moving average (0 to 1); chosen by hand."""
 
 BUSY_SHARE = 0.15
-"""The share of its time up to which a thread that reads leaves its processor to a computation. When
-it is busy for longer, the computation loses about three times as much (its other threads wait for
-the one that was held up), and there are two that read: then it is quicker to read first."""
+"""The share of its time up to which a thread that reads leaves its processor to a computation;
+chosen by hand. When it is busy for longer, the computation loses about three times as much (its
+other threads wait for the one that was held up), and there are two that read: then it is quicker to
+read first."""
 
 DRIFT_NOTES = 3
-"""The number of measurements in a row that drift from the average before they replace it."""
+"""The number of measurements in a row that drift from the average before they replace it; chosen by
+hand."""
 
 FRESH_SECONDS = 60.0
-"""The seconds after which a measurement no longer decides against a tier, which may have
-changed."""
+"""The seconds after which a measurement no longer decides against a tier, which may have changed;
+chosen by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Bandwidths:
             before = self._values(tier)
             if before is not None:
                 busy = before[1] + _WEIGHT * (busy - before[1])
-            self._speeds.note(self._name(tier), [self._averaged(tier, nbytes / seconds), busy])
+            self._speeds.note(self._name(tier), [self._average(tier, nbytes / seconds), busy])
             self._measured_at[tier] = time.monotonic()
 
     def note_reads(self, tier: str, reads: Sequence[TimedRead]) -> None:
@@ -129,7 +131,7 @@ class Bandwidths:
         """Return whether the last measurement is recent enough to decide against the tier."""
         return time.monotonic() - self._measured_at.get(tier, float("-inf")) < FRESH_SECONDS
 
-    def _averaged(self, tier: str, rate: float) -> float:
+    def _average(self, tier: str, rate: float) -> float:
         known = self.of(tier)
         drifting = self._drifting.setdefault(tier, [])
         if known is None or abs(rate - known) <= DRIFT * known:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
-"""Bytes to a multiple of which tensors begin, so that devices read whole lines."""
+"""Bytes to a multiple of which tensors begin, so that devices read whole lines; chosen by hand."""
 
 
 def pinned_bytes(size: int) -> Tensor:
@@ -43,12 +43,12 @@ class PinnedChunk:
     def take(self, layer: LayerKV) -> LayerKV:
         """Return a copy of the layer in pinned memory; itself where there is none."""
         self._left -= 1
-        rest = sum(map(_aligned, layer.pieces)) * (1 + max(0, self._left))
+        rest = sum(map(_align, layer.pieces)) * (1 + max(0, self._left))
 
         def copied(part: Tensor) -> Tensor:
             nonlocal rest
-            room = self._room(_aligned(part), rest)
-            rest -= _aligned(part)
+            room = self._room(_align(part), rest)
+            rest -= _align(part)
             return room[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
 
         try:
@@ -66,7 +66,7 @@ class PinnedChunk:
         return self._block[begin : self._used]
 
 
-def _aligned(tensor: Tensor) -> int:
+def _align(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes up to where the next one begins."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 

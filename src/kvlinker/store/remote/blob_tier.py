@@ -33,7 +33,7 @@ from kvlinker.store.remote.medium import (
 )
 from kvlinker.store.remote.outages import ANSWER_SECONDS, PAUSE_SECONDS, GuardedMedium
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.store.tiers.base import TierCheck, checked_key
+from kvlinker.store.tiers.base import TierCheck, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
 
 AUDIT_SECONDS = 600.0
-"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for."""
+"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for; chosen
+by hand."""
 
 _NOTHING_WRITTEN = WriteOutcome(stored=False)
 
@@ -112,9 +113,9 @@ class BlobTier:
         if nbytes > self.budget_bytes:
             self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
             return None
-        failed = partial(self._failed_to_read, key)
+        failed = partial(self._note_failed_read, key)
         source = ReadAheadSource(
-            nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes
+            nbytes, partial(self._fetch_part, key), ahead_bytes=self._medium.ahead_bytes
         )
         try:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
@@ -160,7 +161,7 @@ class BlobTier:
     def delete(self, key: str) -> bool:
         """Forget the key. Where the medium does not answer now, the chunk is tombstoned."""
         with self._lock:
-            self._tombstoned.add(checked_key(key))
+            self._tombstoned.add(check_key(key))
         return self._guard.ask(partial(self._carry_out, key), False)
 
     def keys(self) -> tuple[str, ...]:
@@ -206,7 +207,7 @@ class BlobTier:
 
     def _is_tombstoned(self, key: str) -> bool:
         with self._lock:
-            return checked_key(key) in self._tombstoned
+            return check_key(key) in self._tombstoned
 
     def _usage(self) -> MediumUsage:
         self._last_usage = self._guard.ask(self._medium.usage, self._last_usage)
@@ -229,7 +230,7 @@ class BlobTier:
         if nbytes > self.budget_bytes:
             return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
         try:
-            data = self._guard.ask(partial(self._fetched, key, 0, nbytes), None, nbytes=nbytes)
+            data = self._guard.ask(partial(self._fetch, key, 0, nbytes), None, nbytes=nbytes)
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
@@ -240,21 +241,21 @@ class BlobTier:
             self._guard.note_transfer()
         return kv
 
-    def _fetched(self, key: str, start: int, nbytes: int) -> Bytes:
+    def _fetch(self, key: str, start: int, nbytes: int) -> Bytes:
         data: Bytes = np.empty(nbytes, dtype=np.uint8)  # NumPy asks for huge pages
         self._medium.read_into(key, start, data.data)
         return data
 
-    def _fetched_part(self, key: str, start: int, nbytes: int) -> Bytes:
+    def _fetch_part(self, key: str, start: int, nbytes: int) -> Bytes:
         """Read bytes of a blob. Raises LayerLostError if the medium does not give them, and
         BlobDamaged."""
-        data = self._guard.ask(partial(self._fetched, key, start, nbytes), None, nbytes=nbytes)
+        data = self._guard.ask(partial(self._fetch, key, start, nbytes), None, nbytes=nbytes)
         if data is None:
             raise LayerLostError(f"tier {self.name} did not deliver chunk {key}")
         self._guard.note_transfer()
         return data
 
-    def _failed_to_read(self, key: str, error: Exception) -> None:
+    def _note_failed_read(self, key: str, error: Exception) -> None:
         if not isinstance(error, BlobDamaged | ChunkFileError):
             raise error
         self._drop(key, str(error))

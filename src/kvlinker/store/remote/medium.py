@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 KEYS_AT_ONCE = 1000
-"""The most keys that one request to a medium asks for."""
+"""The most keys that one request to a medium asks for; chosen by hand."""
 
 
 class MediumUnavailable(Exception):  # noqa: N818 - a state, reported to the availability

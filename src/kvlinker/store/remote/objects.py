@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
 
 LISTING_SECONDS = 300.0
-"""The time from one listing of what other servers wrote and removed to the next."""
+"""The time from one listing of what other servers wrote and removed to the next; chosen by hand."""
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/(?=\1)({CHUNK_KEY.pattern})\.safetensors")
 _TEMPORARY_NAME = re.compile(
     rf"[0-9a-f]{{2}}/{CHUNK_KEY.pattern}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}"
 )
-_STALE_SECONDS = 600.0
+_STALE_SECONDS = 600.0  # the age of a temporary file whose writer is gone; chosen by hand
 _LOCAL = {"file", "local"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -52,11 +52,10 @@ class ObjectMedium:
     """Keeps each blob as ``<url>/<first two characters of the key>/<key>.safetensors``; other names
     are left alone.
 
-    What is there, and its size, is listed when the medium is opened and every few minutes, by a
-    thread of its own; blobs that others wrote since are found when they are asked for. Uses are
-    known to each server only as far as they are its own, others' blobs count as last used when they
-    were written; and the budget may be passed by what other servers write, until a server that has
-    listed it writes something itself.
+    A thread lists the blobs and their sizes when the medium is opened, and every few minutes. Blobs
+    that others wrote since are found when they are asked for. Each server knows its own uses only:
+    others' blobs count as last used when they were written. Other servers' writes may exceed the
+    budget, until a server that has listed them writes itself.
     """
 
     ahead_bytes = 8 << 20
@@ -87,7 +86,7 @@ class ObjectMedium:
             self._files, root = fsspec.core.url_to_fs(
                 url, skip_instance_cache=True, use_listings_cache=False
             )
-        except Exception as error:  # which may quote the credentials, as what it came from
+        except Exception as error:  # its message may quote the credentials, as may its cause
             raise StoreError(
                 f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a"
                 " URL that fsspec knows, such as s3://bucket/folder or gs://bucket/folder, and"
@@ -114,7 +113,7 @@ class ObjectMedium:
         background."""
         self._listed_at = float("-inf")
         self._listing_error = None
-        self._list_now_and_then()
+        self._list_if_old()
         if self._listing is not None:
             self._listing.join(self._timeout)
         if self._listing_error is not None:
@@ -122,13 +121,13 @@ class ObjectMedium:
         return self._evict_for(0)
 
     def stat(self, key: str) -> int | None:
-        self._list_now_and_then()
+        self._list_if_old()
         with self._lock:
             known = self._index.nbytes(key)
         if known is not None:
             return known
         try:
-            with _translated():
+            with _medium_errors():
                 found = self._files.info(self._path(key))
         except BlobGone:
             return None
@@ -136,7 +135,7 @@ class ObjectMedium:
             return None
         with self._lock:
             if key not in self._index:
-                self._note(key, found["size"], _modified(found))
+                self._note(key, found["size"], _time_of_write(found))
         return int(found["size"])
 
     def touch(self, key: str) -> int | None:
@@ -148,7 +147,7 @@ class ObjectMedium:
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         try:
-            with _translated():
+            with _medium_errors():
                 data = self._files.cat_file(self._path(key), start=start, end=start + len(target))
         except BlobGone:
             with self._lock:
@@ -161,7 +160,7 @@ class ObjectMedium:
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         evicted = self._evict_for(nbytes)
         try:
-            with _translated():
+            with _medium_errors():
                 self._put(self._path(key), pieces)
         except BlobGone as error:
             raise MediumRefused(f"there is no such place: {error.__cause__}") from error
@@ -172,31 +171,31 @@ class ObjectMedium:
     def delete(self, key: str) -> None:
         with self._lock:
             self._forget(key)
-        with suppress(BlobGone), _translated():
+        with suppress(BlobGone), _medium_errors():
             self._files.rm_file(self._path(key))
 
     def keys(self) -> tuple[str, ...]:
-        self._list_now_and_then()
+        self._list_if_old()
         with self._lock:
             return self._index.keys()
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
         """Return the bytes of those of the keys that were there when they were last listed."""
-        self._list_now_and_then()
+        self._list_if_old()
         with self._lock:
             return self._index.sizes(keys)
 
     def usage(self) -> MediumUsage:
-        self._list_now_and_then()
+        self._list_if_old()
         with self._lock:
             return MediumUsage(self._index.used_bytes, len(self._index))
 
     def audit(self) -> None:
-        with _translated():
+        with _medium_errors():
             self._list()
 
     def clear(self) -> None:
-        with suppress(BlobGone), _translated():
+        with suppress(BlobGone), _medium_errors():
             self._files.rm(self._root, recursive=True)
         for made in self._made:
             with suppress(OSError):
@@ -256,11 +255,11 @@ class ObjectMedium:
             for key, _ in removed:
                 self._forget(key)
         for key, _ in removed:
-            with suppress(BlobGone), _translated():
+            with suppress(BlobGone), _medium_errors():
                 self._files.rm_file(self._path(key))
         return tuple(size for _, size in removed)
 
-    def _list_now_and_then(self) -> None:
+    def _list_if_old(self) -> None:
         """Start a listing in the background where the last one is old."""
         with self._lock:
             under_way = self._listing is not None and self._listing.is_alive()
@@ -273,7 +272,7 @@ class ObjectMedium:
 
     def _list_in_the_background(self) -> None:
         try:
-            with _translated():
+            with _medium_errors():
                 self._list()
             self._listing_error = None
         except Exception as error:  # for ``open``; later, calls that matter meet it themselves
@@ -288,8 +287,8 @@ class ObjectMedium:
         for path, info in self._find().items():
             name = str(path).removeprefix(self._root).lstrip("/")
             if match := _NAME.fullmatch(name):
-                found[match[2]] = int(info["size"]), _modified(info)
-            elif _TEMPORARY_NAME.fullmatch(name) and now - _modified(info) > _STALE_SECONDS:
+                found[match[2]] = int(info["size"]), _time_of_write(info)
+            elif _TEMPORARY_NAME.fullmatch(name) and now - _time_of_write(info) > _STALE_SECONDS:
                 with suppress(OSError):
                     self._files.rm_file(path)
         with self._lock:
@@ -317,7 +316,7 @@ class ObjectMedium:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _medium_errors() -> Iterator[None]:
     """Raise exceptions of fsspec's file systems as a medium's."""
     try:
         yield
@@ -332,7 +331,7 @@ def _translated() -> Iterator[None]:
         raise kind(str(error)) from error
 
 
-def _modified(info: dict[str, Any]) -> float:
+def _time_of_write(info: dict[str, Any]) -> float:
     """Return when the object was written, in Unix seconds; 0 if nothing says so."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), 0.0)
     if isinstance(value, str):

@@ -18,14 +18,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_SECONDS = 2.0
-"""The seconds without an answer after which a medium counts as not answering."""
+"""The seconds without an answer after which a medium counts as not answering; chosen by hand."""
 
 PAUSE_SECONDS = 3.0
-"""The seconds from the beginning of an outage to the first trial."""
+"""The seconds from the beginning of an outage to the first trial; chosen by hand."""
 
-_SLOWEST_BYTES_PER_SECOND = 10e6  # what is read or written more slowly is abandoned
+_SLOWEST_BYTES_PER_SECOND = 10e6
+"""The slowest transfer that is waited for; chosen by hand."""
+
 _LONGEST_PAUSE = 60.0
+"""The most seconds between two trials; chosen by hand."""
+
 _MOST_CALLS = 32
+"""The most calls at once, with those that hang; chosen by hand."""
 
 
 class GuardedMedium:

@@ -115,11 +115,11 @@ class RedisMedium:
         return ()
 
     def stat(self, key: str) -> int | None:
-        with _translated():
+        with _medium_errors():
             return _size(self._redis.hget(self._blobs + key, _SIZE))
 
     def touch(self, key: str) -> int | None:
-        with _translated():
+        with _medium_errors():
             pipeline = self._redis.pipeline(transaction=False)
             pipeline.hget(self._blobs + key, _SIZE)
             pipeline.expire(self._blobs + key, UNUSED_SECONDS)
@@ -134,7 +134,7 @@ class RedisMedium:
         position = 0
         skipped = start - first * PART_BYTES
         for numbers in _batches(range(first, last + 1), _PARTS_PER_COMMAND):
-            with _translated():
+            with _medium_errors():
                 size, *parts = self._redis.hmget(self._blobs + key, [_SIZE, *map(str, numbers)])
             if size is None:
                 raise BlobGone
@@ -152,7 +152,7 @@ class RedisMedium:
         temporary = self._temporary + secrets.token_hex(16)
         fields = 0
         try:
-            with _translated():
+            with _medium_errors():
                 for batch in _batches(_fields(nbytes, pieces), _PARTS_PER_COMMAND):
                     pipeline = self._redis.pipeline()  # a transaction: no part without its end
                     pipeline.hset(temporary, mapping=dict(batch))
@@ -166,18 +166,18 @@ class RedisMedium:
                 pipeline.expire(self._blobs + key, UNUSED_SECONDS)
                 pipeline.execute()
         except BaseException:
-            with suppress(MediumUnavailable, MediumRefused), _translated():
+            with suppress(MediumUnavailable, MediumRefused), _medium_errors():
                 self._redis.unlink(temporary)
             raise
         return WriteOutcome(stored=True)
 
     def delete(self, key: str) -> None:
-        with _translated():
+        with _medium_errors():
             self._redis.unlink(self._blobs + key)
 
     def keys(self) -> tuple[str, ...]:
         """Return the keys of all blobs, in no order."""
-        with _translated():
+        with _medium_errors():
             names = {
                 name.decode(errors="replace").removeprefix(self._blobs)
                 for name in self._names(self._blobs)
@@ -188,7 +188,7 @@ class RedisMedium:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
             pipeline.hget(self._blobs + key, _SIZE)
-        with _translated():
+        with _medium_errors():
             found = pipeline.execute(raise_on_error=False)
         return {
             key: int(size)
@@ -199,14 +199,14 @@ class RedisMedium:
     def usage(self) -> MediumUsage:
         """Return the memory that Redis uses and the keys of its database, others' included."""
         memory = self._memory()
-        with _translated():
+        with _medium_errors():
             return MediumUsage(int(memory["used_memory"]), int(self._redis.dbsize()))
 
     def audit(self) -> None:
         """Do nothing: nothing is counted beside the blobs."""
 
     def clear(self) -> None:
-        with _translated():
+        with _medium_errors():
             for batch in _batches(self._names(self._prefix), _KEYS_PER_COMMAND):
                 self._redis.unlink(*batch)
 
@@ -215,7 +215,7 @@ class RedisMedium:
 
     def _memory(self) -> dict[str, Any]:
         """Return what Redis says of its memory, and keep its limit as the budget."""
-        with _translated():
+        with _medium_errors():
             memory: dict[str, Any] = self._redis.info("memory")
         self.budget_bytes = int(memory["maxmemory"] or memory.get("total_system_memory", 0))
         return memory
@@ -227,7 +227,7 @@ class RedisMedium:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _medium_errors() -> Iterator[None]:
     """Raise redis-py's exceptions as a medium's."""
     from redis import exceptions
 

@@ -199,7 +199,7 @@ class LocalTier:
             return self._index.sizes(keys)
 
 
-def checked_key(key: str) -> str:
+def check_key(key: str) -> str:
     """Return ``key``. Raises ValueError unless it is a chunk key, since that is a caller's
     mistake."""
     if not CHUNK_KEY.fullmatch(key):

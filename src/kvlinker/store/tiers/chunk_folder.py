@@ -18,20 +18,21 @@ from typing import BinaryIO
 
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX, synchronize, write_beside
-from kvlinker.store.tiers.base import checked_key
+from kvlinker.store.tiers.base import check_key
 
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 << 20
-"""Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less."""
+"""Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less;
+chosen by hand."""
 
 SPARE_SHARE = 0.05
 """Share of a file system's size that chunk files leave free for others, where ``SPARE_BYTES`` is
-not less."""
+not less; chosen by hand."""
 
 _SUFFIX = ".safetensors"
 _FILE_NAME = re.compile(rf"({CHUNK_KEY.pattern})\.safetensors")
-_FOLDER_CHARACTERS = 2
+_FOLDER_CHARACTERS = 2  # of a key, which name its folder: 256 folders
 _ASIDE_SUFFIX = ".aside"
 
 
@@ -59,7 +60,7 @@ class ChunkFolder:
 
     def path(self, key: str) -> Path:
         """Return a chunk's place. Raises ValueError for what is no chunk key."""
-        return Path(self._place(checked_key(key)))
+        return Path(self._place(check_key(key)))
 
     def files(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the keys of all files, of all processes, with their stat."""

@@ -22,7 +22,7 @@ from kvlinker.store.tiers.host import HostTier
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.1
-"""The share of a CUDA device's free memory that the tier takes by default."""
+"""The share of a CUDA device's free memory that the tier takes by default; chosen by hand."""
 
 
 class DeviceTier(HostTier):
@@ -61,13 +61,13 @@ class DeviceTier(HostTier):
         if kv.nbytes > self.budget_bytes:
             return None
         try:
-            layers = self._copied_layers(kv.layers)
+            layers = self._copy_layers(kv.layers)
         except torch.OutOfMemoryError as error:
             logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
             return None
         return replace(kv, layers=layers)
 
-    def _copied_layers(self, layers: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
+    def _copy_layers(self, layers: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
         """Return the layers on the device, once they are there."""
         if self._lane is None or all(self._lane.holds(layer.key) for layer in layers):
             return tuple(layer.to(self._device) for layer in layers)
@@ -79,9 +79,8 @@ class DeviceTier(HostTier):
         """Do nothing: slower tiers keep pinned chunks."""
 
     def _accepts(self, key: str, nbytes: int) -> bool:
-        return self._index.fits(
-            nbytes
-        )  # what it lacks is copied for each step, from the host's memory
+        # a chunk that does not fit is copied from the host's memory for each step
+        return self._index.fits(nbytes)
 
 
 @register

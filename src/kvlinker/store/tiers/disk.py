@@ -50,7 +50,8 @@ _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
 anew."""
 
 _STALE_SCRATCH_SECONDS = 3600.0
-"""The age in seconds from which a scratch folder counts as left by a process that was killed."""
+"""The age in seconds from which a scratch folder counts as left by a process that was killed;
+chosen by hand."""
 
 
 class DiskTier(IndexedFolder):

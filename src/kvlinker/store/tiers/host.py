@@ -73,7 +73,7 @@ class HostTier(LocalTier):
         their room suffices; returns whether there is room."""
         with self._lock:
             removed = self._index.make_room_for(key, nbytes)
-            self._give_up(removed or ())
+            self._discard(removed or ())
             return removed is not None
 
     def contains(self, key: str) -> bool:
@@ -99,9 +99,9 @@ class HostTier(LocalTier):
         return self._index.is_held(key) or self._index.fits(nbytes)
 
     def _make_room(self, nbytes: int) -> None:
-        self._give_up(self._index.make_room(nbytes))
+        self._discard(self._index.make_room(nbytes))
 
-    def _give_up(self, removed: Iterable[tuple[str, int]]) -> None:
+    def _discard(self, removed: Iterable[tuple[str, int]]) -> None:
         for evicted, size in removed:
             del self._kv[evicted]
             self._events.publish(ChunkEvicted(self.name, size))

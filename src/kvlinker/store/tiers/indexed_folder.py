@@ -5,21 +5,91 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from kvlinker.base.events import ChunkEvicted, Events
-from kvlinker.base.garbage import collector_paused
+from kvlinker.base.garbage import pause_collector
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.base import LocalTier
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
-from kvlinker.store.tiers.other_processes import OtherProcesses
 
 logger = logging.getLogger(__name__)
 
 _STALE_SECONDS = 600.0
+"""The age in seconds from which a temporary file has no writer any more; chosen by hand."""
+
+
+LOOK_SECONDS = 10.0
+"""The seconds after which a look is old; chosen by hand."""
+
+LOOK_BYTES_SHARE = 0.05
+"""The share of the budget after whose writing a look is old, too: others may have written as much;
+chosen by hand."""
+
+LOOK_SHARE = 0.02
+"""The largest share of the time that looks take; chosen by hand."""
+
+
+class FolderScan(NamedTuple):
+    """Lists the files of the folder."""
+
+    keys: tuple[str, ...]
+    """The keys of all files, those that were used last at the end."""
+
+    used_by_others: frozenset[str]
+    """Files that another process used, or wrote, since the last look."""
+
+
+class OtherProcesses:
+    """Distinguishes uses by other processes from those of this one, by the files' times. Any thread
+    may call the methods."""
+
+    def __init__(self) -> None:
+        self._looking = threading.Lock()
+        self._own_uses: dict[str, int] = {}  # since the last look, in nanoseconds since 1970
+        self._written_bytes = 0
+        self._looked_at = time.time_ns()
+        self._ended = time.monotonic()
+        self._seconds = 0.0
+
+    def note_own_use(self, key: str, at: int, *, written_bytes: int = 0) -> None:
+        """Note the time that this process gave a file, in nanoseconds since 1970, and the bytes
+        that it wrote to it."""
+        self._own_uses[key] = at
+        self._written_bytes += written_bytes
+
+    def look(
+        self, files: Callable[[], Iterable[tuple[str, os.stat_result]]], *, budget_bytes: int
+    ) -> FolderScan | None:
+        """List the files if the last list is old, and no other thread is listing them. Raises
+        OSError."""
+        much = self._written_bytes >= LOOK_BYTES_SHARE * budget_bytes
+        wait = max(0.0 if much else LOOK_SECONDS, self._seconds / LOOK_SHARE)
+        if time.monotonic() < self._ended + wait or not self._looking.acquire(blocking=False):
+            return None
+        try:
+            began, began_ns = time.monotonic(), time.time_ns()
+            found = sorted((status.st_mtime_ns, key) for key, status in files())
+            own = self._own_uses.copy()
+            used = frozenset(
+                key for at, key in found if at >= self._looked_at and at != own.get(key)
+            )
+            for key in [key for key, at in own.items() if at < began_ns]:
+                self._own_uses.pop(key, None)
+            self._looked_at = began_ns
+            self._written_bytes = 0
+            self._ended = time.monotonic()
+            self._seconds = self._ended - began
+            return FolderScan(tuple(key for _, key in found), used)
+        finally:
+            self._looking.release()
 
 
 class IndexedFolder(LocalTier):
@@ -69,7 +139,7 @@ class IndexedFolder(LocalTier):
         the guest's files go, and none of this one's."""
 
         self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
-        with collector_paused():
+        with pause_collector():
             found = sorted(
                 (status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files()
             )
@@ -91,12 +161,12 @@ class IndexedFolder(LocalTier):
             self._index.set_budget(max(0, budget_bytes))
             self._evict_for(0)
 
-    def give_up(self, nbytes: int) -> int:
+    def evict(self, nbytes: int) -> int:
         """Evict ``nbytes`` bytes, or fewer if no more can be evicted; returns how many were."""
         with self._lock:
             before = self.used_bytes
             if self._yields:
-                self._evict(self._unused_bytes + nbytes)
+                self._evict_until(self._unused_bytes + nbytes)
             return before - self.used_bytes
 
     def touch(self, key: str) -> bool:
@@ -151,7 +221,7 @@ class IndexedFolder(LocalTier):
         the next one."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with self._lock:
-                self.give_up(nbytes - self._take_back(nbytes))
+                self.evict(nbytes - self._take_back(nbytes))
         self._note_refusal(key, str(error))
 
     def commit(self, key: str, temporary: Path, nbytes: int) -> bool:
@@ -266,10 +336,10 @@ class IndexedFolder(LocalTier):
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit in addition to the current writes; the lock is held."""
-        self._evict(nbytes + self._reserved_bytes)
+        self._evict_until(nbytes + self._reserved_bytes)
         self._limit_guest(nbytes)
 
-    def _evict(self, nbytes: int) -> None:
+    def _evict_until(self, nbytes: int) -> None:
         """Evict until ``nbytes`` bytes of the budget are unused; the lock is held."""
         for key, size in self._index.make_room(nbytes):
             self._remove(key)
@@ -294,7 +364,7 @@ class IndexedFolder(LocalTier):
             return True  # writing will show
         if lacking:
             self._note_full()
-            self.give_up(lacking)
+            self.evict(lacking)
         return possible
 
     def _limit_guest(self, nbytes: int = 0) -> None:
@@ -305,7 +375,7 @@ class IndexedFolder(LocalTier):
 
     def _take_back(self, nbytes: int) -> int:
         """Let the guest evict ``nbytes`` bytes of the disk; returns how many it did."""
-        return 0 if self._guest is None else self._guest.give_up(nbytes)
+        return 0 if self._guest is None else self._guest.evict(nbytes)
 
     @property
     def _unused_bytes(self) -> int:

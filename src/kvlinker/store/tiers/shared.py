@@ -37,12 +37,14 @@ class ConfiguredRedis(ConfiguredTier):
         return find_codec(self.setup.settings.redis_codec)
 
     def open(self) -> Tier:
-        return self._opened(self.setup.events, self.setup.settings.redis_prefix)
+        return self._open_tier(self.setup.events, self.setup.settings.redis_prefix)
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return _emptied(self._opened(Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}"))
+        return _scratch_tier(
+            self._open_tier(Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}")
+        )
 
-    def _opened(self, events: Events, prefix: str) -> BlobTier:
+    def _open_tier(self, events: Events, prefix: str) -> BlobTier:
         from kvlinker.store.remote.redis import redis_tier
 
         url = self.setup.settings.redis_url
@@ -73,12 +75,12 @@ class ConfiguredObjects(ConfiguredTier):
         return find_codec(self.setup.settings.object_codec)
 
     def open(self) -> Tier:
-        return self._opened(self.budget_bytes, self.setup.events)
+        return self._open_tier(self.budget_bytes, self.setup.events)
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        return _emptied(self._opened(budget_bytes, Events(), SCRATCH))
+        return _scratch_tier(self._open_tier(budget_bytes, Events(), SCRATCH))
 
-    def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
+    def _open_tier(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
         from kvlinker.store.remote.objects import object_tier
 
         url = self.setup.settings.object_url
@@ -94,7 +96,7 @@ class ConfiguredObjects(ConfiguredTier):
 
 
 @contextmanager
-def _emptied(tier: BlobTier) -> Iterator[BlobTier]:
+def _scratch_tier(tier: BlobTier) -> Iterator[BlobTier]:
     """Yield a tier for samples: emptied of what a process that was killed has left, and in the end
     removed."""
     try:

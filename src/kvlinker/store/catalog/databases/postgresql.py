@@ -113,9 +113,9 @@ class PatientConnection(psycopg.Connection[Any]):
             self._seconds = before
 
     def wait(self, gen: Generator[Any, Any, R], *options: Any, **named: Any) -> R:
-        return super().wait(self._bounded(gen), *options, **named)
+        return super().wait(self._bound(gen), *options, **named)
 
-    def _bounded(self, work: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
+    def _bound(self, work: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
         """Yield what ``work`` waits for, which is sent what became ready: nothing, several times a
         second."""
         deadline = time.monotonic() + self._seconds
@@ -188,7 +188,7 @@ class PostgresDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[PostgresConnection]:
-        # who waited for one that got no answer learns of it before it asks itself
+        # a thread that waited for another, which got no answer, fails at once and does not ask
         with self._writing_turn(), self._errors(), self._writing_connection() as connection:
             try:
                 self._check_version(connection)

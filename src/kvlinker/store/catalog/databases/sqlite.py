@@ -17,9 +17,11 @@ from kvlinker.store.catalog.databases.state_lock import DirectoryLock
 from kvlinker.store.format.durability import synchronize
 
 _BUSY_SECONDS = 10.0
+"""The seconds that a statement waits for another process's lock; chosen by hand."""
+
 _CHECKED_AT_ONCE_BYTES = 64 << 20
 """Files up to this size are checked when they are opened; reading all of a larger one would hold up
-the start."""
+the start; chosen by hand."""
 
 _FORGETS_AT_ONCE = (3, 42, 0)
 """The version of SQLite from which FTS5 removes a deleted text's words at once; before, they go in

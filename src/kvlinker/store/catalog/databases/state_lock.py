@@ -10,7 +10,10 @@ from kvlinker.base import system
 from kvlinker.base.errors import StoreError
 
 PATIENCE_SECONDS = 10.0
+"""The seconds that a process waits for the lock to share it; chosen by hand."""
+
 TRY_AGAIN_SECONDS = 0.02
+"""The seconds between two attempts to acquire the lock; chosen by hand."""
 
 
 class DirectoryLock:
@@ -25,11 +28,11 @@ class DirectoryLock:
             raise self._unusable(error) from error
 
     def share(self) -> None:
-        if not self._taken(PATIENCE_SECONDS, alone=False):
+        if not self._try_lock(PATIENCE_SECONDS, alone=False):
             raise rekeying_error(f"state directory {self._directory}")
 
     def take_alone(self, patience: float = 0.0) -> None:
-        if not self._taken(patience, alone=True):
+        if not self._try_lock(patience, alone=True):
             raise in_use_error(f"state directory {self._directory}")
 
     def close(self) -> None:
@@ -37,7 +40,7 @@ class DirectoryLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _taken(self, patience: float, *, alone: bool) -> bool:
+    def _try_lock(self, patience: float, *, alone: bool) -> bool:
         """Take the lock; return whether that was possible."""
         deadline = time.monotonic() + patience
         while True:
