@@ -172,8 +172,8 @@ class ChatTemplate:
                     parts.append(part)
                 else:
                     content += part
-            name = {} if message.name is None else {"name": message.name}
-            plain.append({"role": message.role, "content": content, **name, **message.fields})
+            speaker = {} if message.name is None else {"name": message.name}
+            plain.append({"role": message.role, "content": content, **speaker, **message.fields})
         described: list[dict[str, Any]] = []
         for document in documents:
             described.append({**document.fields, "text": f"{word}{len(parts)}z"})

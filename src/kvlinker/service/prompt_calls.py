@@ -165,7 +165,7 @@ class RequestTools:
         return fields
 
 
-def _are_all(kind: type[K], values: Sequence[object]) -> TypeGuard[Sequence[K]]:
+def _are_all(values: Sequence[object], kind: type[K]) -> TypeGuard[Sequence[K]]:
     """Return whether these are values of a kind."""
     return isinstance(values, list | tuple) and set(map(type, values)) <= {kind}
 
@@ -214,8 +214,8 @@ class PromptCalls(Parts):
             policy = how.policy or self.policy_manager.default_policy(tenant)
             return ReadPrompt(messages, policy, {}, how.salt)
         # The server's routes have parsed both before.
-        typed = messages if _are_all(ChatMessage, messages) else parse_messages(messages)
-        known = documents if _are_all(Document, documents) else parse_documents(documents)
+        typed = messages if _are_all(messages, ChatMessage) else parse_messages(messages)
+        known = documents if _are_all(documents, Document) else parse_documents(documents)
         return self._reader.chat(typed, how, known, options)
 
     def read_completion(

@@ -146,6 +146,11 @@ def engine_source(
 class Parts:
     """The parts of an ``LLM``, with which its calls work: they start, and are closed, together."""
 
+    _agents: Agents | None
+    _building: Building | None
+    _making: threading.Lock
+    """Guards the two parts that the first access makes."""
+
     def _start(self, source: EngineSource, settings: Settings) -> None:
         with ExitStack() as started:
             self._start_parts(source, settings, started)
@@ -256,9 +261,9 @@ class Parts:
             self.builder.encoder, self.caches, self.events, ttl=settings.implicit_ttl
         )
         started.callback(self._keeper.close)
-        self._agents: Agents | None = None
-        self._building: Building | None = None
-        self._making = threading.Lock()  # guards these two
+        self._agents = None
+        self._building = None
+        self._making = threading.Lock()
         started.callback(self._close_made)
         self.residency = Residency(
             self.store,

@@ -207,9 +207,9 @@ class ContentReader:
                 content = _place_chunks(message.content, chunks)
                 linked.append(ChatMessage(message.role, content, message.name, message.fields))
             described: dict[str, Chunk] = {}
-            for text in definitions:
-                if text in chunks:
-                    described[text.text] = chunks[text]
+            for definition in definitions:
+                if definition in chunks:
+                    described[definition.text] = chunks[definition]
             return self._builder.chat(
                 linked, shown, options=options, definitions=described, with_texts=with_texts
             )
