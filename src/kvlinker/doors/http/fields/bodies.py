@@ -29,6 +29,7 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -130,6 +131,18 @@ def by_type(*types: str, untyped: str = "other") -> Discriminator:
         return f"<{kind}>" if kind in types else "<other>"
 
     return Discriminator(tag)
+
+
+def other_than(*types: str) -> WithJsonSchema:
+    """Return the schema of ``LeftOut`` beside bodies of these ``types``: of a ``oneOf``, one schema
+    alone may match."""
+    return WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"type": {"type": "string", "minLength": 1, "not": {"enum": [*types]}}},
+            "required": ["type"],
+        }
+    )
 
 
 class RequestBody(BaseModel):

@@ -22,7 +22,7 @@ from kvlinker.base.types.messages import (
     TextSource,
     TokenIds,
 )
-from kvlinker.doors.http.fields.bodies import LeftOut, MarkableBody, RequestBody, Text
+from kvlinker.doors.http.fields.bodies import LeftOut, MarkableBody, RequestBody, Text, other_than
 from kvlinker.doors.http.fields.foreign import MEDIA, NO_MEDIA, Place
 from kvlinker.doors.http.fields.tools import ToolCallBody
 from kvlinker.prompting.marks import ttl_seconds
@@ -79,7 +79,7 @@ Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[ContextCachePart, Tag("<context_cache>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than(*_PART_TAGS), Tag("<other>")],
     Discriminator(_part_kind),
 ]
 

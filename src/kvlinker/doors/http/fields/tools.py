@@ -20,6 +20,7 @@ from kvlinker.doors.http.fields.bodies import (
     ResponseBody,
     Text,
     by_type,
+    other_than,
 )
 from kvlinker.doors.http.fields.foreign import Place
 
@@ -58,7 +59,8 @@ def template_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
 
 
 ToolOrOther = Annotated[
-    Annotated[ToolBody, Tag("<function>")] | Annotated[LeftOut, Tag("<other>")],
+    Annotated[ToolBody, Tag("<function>")]
+    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
     by_type("function", untyped="function"),
 ]
 """A function, or a tool that other servers run, which is left out."""
@@ -113,7 +115,7 @@ ToolChoiceBody = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedToolBody, Tag("<function>")]
     | Annotated[AllowedToolsBody, Tag("<allowed_tools>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
     Discriminator(choice_kind),
 ]
 

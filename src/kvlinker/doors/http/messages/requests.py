@@ -20,6 +20,7 @@ from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     Text,
     by_type,
+    other_than,
 )
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import (
@@ -139,7 +140,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than(*_TAGS), Tag("<other>")],
     by_type(*_TAGS),
 ]
 
@@ -203,7 +204,8 @@ class MessageTool(MarkableBody):
 MessageTools = Annotated[
     list[
         Annotated[
-            Annotated[MessageTool, Tag("<custom>")] | Annotated[LeftOut, Tag("<other>")],
+            Annotated[MessageTool, Tag("<custom>")]
+            | Annotated[LeftOut, other_than("custom"), Tag("<other>")],
             by_type("custom", untyped="custom"),
         ]
     ],

@@ -21,6 +21,7 @@ from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     Text,
     by_type,
+    other_than,
 )
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import (
@@ -133,7 +134,7 @@ Item = Annotated[
     | Annotated[CustomCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than(*_KINDS), Tag("<other>")],
     by_type(*_KINDS, untyped="message"),
 ]
 
@@ -194,7 +195,8 @@ class ResponseTool(MarkableBody):
 
 
 FunctionOrOther = Annotated[
-    Annotated[ResponseTool, Tag("<function>")] | Annotated[LeftOut, Tag("<other>")],
+    Annotated[ResponseTool, Tag("<function>")]
+    | Annotated[LeftOut, other_than("function"), Tag("<other>")],
     by_type("function"),
 ]
 
@@ -227,14 +229,14 @@ _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
     | Annotated[NamedFunction, Tag("<function>")]
     | Annotated[AllowedFunctions, Tag("<allowed_tools>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than("function", "allowed_tools"), Tag("<other>")],
     Discriminator(choice_kind),
 ]
 
 _Tool = Annotated[
     Annotated[ResponseTool, Tag("<function>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[LeftOut, Tag("<other>")],
+    | Annotated[LeftOut, other_than("function", "namespace"), Tag("<other>")],
     by_type("function", "namespace"),
 ]
 """A function, functions of a namespace, or a tool that other servers run, which is left out."""
