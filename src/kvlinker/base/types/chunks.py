@@ -148,10 +148,11 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
             origin=chunk.origin,
         )
         chunk.keys[fingerprint, owner, 0] = key
-    if chunk.place:
-        key = _place_key(key, chunk.place)
-        chunk.keys[fingerprint, owner, chunk.place] = key
-    return key
+    if not chunk.place:
+        return key
+    for place, placed in enumerate(place_keys(key), 1):
+        chunk.keys[fingerprint, owner, place] = placed
+    return chunk.keys[fingerprint, owner, chunk.place]
 
 
 _PLACED = "kvlinker-place-2"
@@ -162,11 +163,10 @@ number."""
 def place_keys(key: str) -> tuple[str, ...]:
     """Return the keys of a chunk's KV at the places 1 to ``LAST_PLACE``, given its ``chunk_key`` at
     place 0."""
-    return tuple(_place_key(key, place) for place in range(1, LAST_PLACE + 1))
-
-
-def _place_key(key: str, place: int) -> str:
-    return hashlib.sha256(f"{_PLACED} {key} {place}".encode()).hexdigest()
+    keys = []
+    for place in range(1, LAST_PLACE + 1):
+        keys.append(hashlib.sha256(f"{_PLACED} {key} {place}".encode()).hexdigest())
+    return tuple(keys)
 
 
 def with_places(keys: Iterable[str]) -> frozenset[str]:
