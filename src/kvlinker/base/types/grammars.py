@@ -9,12 +9,14 @@ from typing import Any, Literal, Self
 
 from kvlinker.base.errors import InvalidRequestError
 
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
     """A grammar that an answer follows from its first token to its last."""
 
-    kind: Literal["json", "regex", "choice", "grammar", "lark"]
+    kind: GrammarKind
     """The notation of ``source``, by vLLM's names; ``lark`` is llguidance's own, with special
     tokens."""
 

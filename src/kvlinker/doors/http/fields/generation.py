@@ -8,7 +8,7 @@ wishes: clients send them to any model, and those without effect are named in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import (
     BeforeValidator,
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.grammars import AnswerGrammar, GrammarKind
 from kvlinker.base.types.limits import (
     MAX_CHOICES,
     MOST_BIASED,
@@ -162,7 +162,7 @@ def _grammar_of(name: str, value: Any) -> AnswerGrammar:
     if isinstance(value, StructuredOutputsBody):
         if value.json_object:
             return AnswerGrammar.json_object(param=name)
-        kinds = {
+        kinds: dict[GrammarKind, Any] = {
             "json": value.json_,
             "regex": value.regex,
             "choice": value.choice,
@@ -171,7 +171,7 @@ def _grammar_of(name: str, value: Any) -> AnswerGrammar:
         kind, value = next((kind, each) for kind, each in kinds.items() if each is not None)
         name = f"{name}.{kind}"
     else:
-        kind = name.removeprefix("guided_")
+        kind = cast(GrammarKind, name.removeprefix("guided_"))
     if isinstance(value, dict):
         return AnswerGrammar.json_schema(value, param=name)
     if isinstance(value, list):
