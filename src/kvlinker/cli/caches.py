@@ -137,7 +137,11 @@ def show_usage(settings: Settings) -> None:
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("tenant")
-        tiers = [tier.name for tier in store.usage_of(frozenset()) if tier.budget_bytes]
+        tiers = [
+            tier.name
+            for tier in store.usage_of(frozenset())
+            if tier.budget_bytes or not tier.reachable
+        ]
         for title in ("caches", "chunks", "tokens", "bytes", "pinned", *tiers):
             table.add_column(title, justify="right")
         for tenant in catalog.tenants():
