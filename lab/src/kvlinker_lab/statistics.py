@@ -66,12 +66,12 @@ def grouped_correlation(
     if len(points_of) == 1:
         return Correlation(len(members), value, Interval(value, value))
 
-    def resampled(drawn: NDArray[np.int64]) -> float:
+    def correlation_of(drawn: NDArray[np.int64]) -> float:
         return spearman(*points[:, np.concatenate([points_of[group] for group in drawn])]) or 0.0
 
     interval = percentile_bootstrap(
         np.arange(len(points_of)),
-        resampled,
+        correlation_of,
         resamples=CORRELATION_RESAMPLES,
         seed=seed,
         vectorized=False,
