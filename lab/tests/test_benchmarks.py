@@ -31,7 +31,7 @@ from kvlinker_lab.memory import run_memory
 from kvlinker_lab.neighbour import run_neighbour
 from kvlinker_lab.overhead import run_overhead
 from kvlinker_lab.products import doubts, run_products
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 from kvlinker_lab.steps import run_steps
 from kvlinker_lab.tool_calls import run_tool_calls, tasks
 from kvlinker_lab.walk import run_walk
@@ -225,7 +225,7 @@ def test_a_server_that_does_not_start_is_told(monkeypatch):
     monkeypatch.setattr("kvlinker.doors.http.app.create_app", lambda *_: None)
     with (
         pytest.raises(KVLinkerError, match="did not start"),
-        served(cast(LLM, SimpleNamespace(settings=None))),
+        serve_llm(cast(LLM, SimpleNamespace(settings=None))),
     ):
         pass
 

@@ -18,10 +18,10 @@ from kvlinker_lab import contention_benchmark
 from kvlinker_lab.contention import disturbances
 from kvlinker_lab.contention.disturbances import (
     BUSY,
-    arriving,
-    beside,
+    compute_beside,
+    compute_from_middle,
     control_group,
-    creating,
+    create_chunks,
     limit_file,
     paused_processes,
 )
@@ -46,17 +46,17 @@ def _stopped(process):
 
 def test_processes_compute_while_something_is_measured_beside_them(busy):
     wait_until(lambda: _stopped(busy))
-    with beside([busy.pid])(0):
+    with compute_beside([busy.pid])(0):
         assert not _stopped(busy)
     wait_until(lambda: _stopped(busy))
 
 
 def test_processes_arrive_in_the_middle(busy):
-    with arriving([busy.pid])(0):
+    with compute_from_middle([busy.pid])(0):
         wait_until(lambda: not _stopped(busy))
     wait_until(lambda: _stopped(busy))
     begin = time.monotonic()
-    with arriving([busy.pid])(1000):
+    with compute_from_middle([busy.pid])(1000):
         assert _stopped(busy)
     assert time.monotonic() - begin < 500
 
@@ -81,7 +81,7 @@ def test_chunks_are_created_during_a_measurement_alone():
         if len(creators) == 2:
             second.set()
 
-    with creating(create)(0):
+    with create_chunks(create)(0):
         assert second.wait(60)
     assert not creators[0].is_alive()
 

@@ -144,8 +144,8 @@ def rule(kind: type[Rule], size: int = 4) -> Rule:
 def test_the_longest_beginning_is_followed(kind: type[Rule]) -> None:
     made = rule(kind)
     first = made.choose(0, A, 0.0)
-    made.began(0, 0.1)
-    made.ended(0)
+    made.note_first_byte(0, 0.1)
+    made.note_end(0)
     assert {made.choose(request, A, 0.0) for request in (1,)} == {first}
 
 
@@ -180,8 +180,8 @@ def test_approximate_routing_counts_blocks_of_requests_under_way() -> None:
     made = rule(Approximate, 2)
     first = made.choose(0, A, 0.0)
     assert made.choose(1, A, 0.0) == 1 - first, "four to compute and four under way"
-    made.began(0, 0.1)
-    made.ended(0)
+    made.note_first_byte(0, 0.1)
+    made.note_end(0)
     assert made.choose(2, A, 0.0) == first
 
 
@@ -264,6 +264,6 @@ def test_what_a_fleet_cannot_be_is_told(options: str, told: str) -> None:
 
 
 def test_one_replica_at_least_stays() -> None:
-    assert len(Event("death", 0.9).changing(2, seed=0)) == 1
+    assert len(Event("death", 0.9).choose_replicas(2, seed=0)) == 1
     rows = simulated(1, 2, rules=["round_robin"], events=["death"], share=0.9)
     assert all(row["resident_percent"] > 0 for row in rows)

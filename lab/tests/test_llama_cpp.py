@@ -134,7 +134,7 @@ def test_log_probabilities_are_as_near_to_the_exact_ones(
     ids = tokens_of(model, text)[:256]
     exact = exact_logits(settings, ids)
     with llama_context(model, exact.shape[1], 1, len(ids), 2) as context:
-        theirs = context.append(np.array([ids]), 0, told=len(ids)).copy()
+        theirs = context.append(np.array([ids]), 0, last=len(ids)).copy()
     ours = np.array(llm.score(ids).logprobs)
     told = logprobs_of(exact, ids)
     error, their_error = (

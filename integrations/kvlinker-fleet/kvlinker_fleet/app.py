@@ -34,7 +34,7 @@ IDLE_SECONDS = 2.0
 """The seconds after which an idle connection is closed: before the server does so."""
 
 ANSWER_SECONDS = 600.0
-"""The seconds after which a replica that sends nothing more is given up."""
+"""The seconds without a byte after which a request at a replica fails."""
 
 
 def create_router(
@@ -64,7 +64,7 @@ def create_router(
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
     )
     backends = Backends(find, router, client, api_key)
-    events = _followed(router, client, kv_events) if kv_events else None
+    events = _follow_events(router, client, kv_events) if kv_events else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -111,7 +111,9 @@ def create_router(
     return app
 
 
-def _followed(router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]) -> KVEvents:
+def _follow_events(
+    router: Router, client: httpx.AsyncClient, endpoints: Mapping[str, str]
+) -> KVEvents:
     """Return the follower of vLLM servers' events. Raises InvalidRequestError if its packages are
     not installed."""
     try:

@@ -179,7 +179,7 @@ class Backends:
     async def ask_as(
         self, key: Mapping[str, str], backend: Backend, path: str
     ) -> httpx.Response | None:
-        """Return a server's answer to a caller who brings these headers; None if there is none."""
+        """Return a server's answer to a caller with these headers; None if there is none."""
         try:
             return await self._client.get(backend.url + path, headers=key, timeout=ANSWER_SECONDS)
         except UNANSWERED:
@@ -242,7 +242,7 @@ class Backends:
     async def _state(self, backend: Backend) -> tuple[ReplicaState, str | None]:
         """Return how a server is, and why it is to get no requests. A server that reports its
         health but not its chunks gets them by load alone."""
-        self._router.asked(backend.id)
+        self._router.note_poll(backend.id)
         gone: ReplicaState = "starting" if backend.state == "starting" else "dead"
         try:
             health = await self._get(backend, "/health")
@@ -300,32 +300,32 @@ class Backends:
         backend.refuses = refuses
         if answer.status_code != httpx.codes.OK:
             return True
-        told: dict[str, Any] = answer.json()
+        fields: dict[str, Any] = answer.json()
         report = ResidencyReport(
-            str(told["epoch"]),
-            int(told["number"]),
-            bool(told["whole"]),
+            str(fields["epoch"]),
+            int(fields["number"]),
+            bool(fields["whole"]),
             {
                 key: KnownChunk(tuple(chunk["tiers"]), tuple(map(str, chunk["names"])))
-                for key, chunk in told["chunks"].items()
+                for key, chunk in fields["chunks"].items()
             },
-            tuple(told["gone"]),
+            tuple(fields["gone"]),
         )
-        seconds = told["seconds_per_token"]
-        self.keyed, self.recognises = bool(told["keyed"]), bool(told["recognises"])
-        backend.pid, backend.role = int(told["pid"]), str(told["role"])
-        backend.pending = int(told["pending"])
-        for path, limit in told["body_limits"].items():
+        seconds = fields["seconds_per_token"]
+        self.keyed, self.recognises = bool(fields["keyed"]), bool(fields["recognises"])
+        backend.pid, backend.role = int(fields["pid"]), str(fields["role"])
+        backend.pending = int(fields["pending"])
+        for path, limit in fields["body_limits"].items():
             self.body_limits[path] = max(int(limit), self.body_limits.get(path, 0))
         if not self._knows(backend):
             return True
         return self._router.report(
             backend.id,
             report,
-            running=int(told["running"]),
-            waiting=int(told["waiting"]),
+            running=int(fields["running"]),
+            waiting=int(fields["waiting"]),
             seconds_per_token=None if seconds is None else float(seconds),
-            tiers={name: TierCost(**cost) for name, cost in told["tiers"].items()},
+            tiers={name: TierCost(**cost) for name, cost in fields["tiers"].items()},
         )
 
     async def _get(

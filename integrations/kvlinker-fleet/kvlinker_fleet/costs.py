@@ -113,8 +113,8 @@ class PromptCosts:
     def of(self, prompt: PromptOutline, now: float) -> PromptCost:
         """Return the cost of a prompt on each replica."""
         replicas = len(self._per_token)
-        computing = self._computing(now)
-        chunks, lines = self._recognised(prompt)
+        computing = self._seconds_per_token(now)
+        chunks, lines = self._recognise(prompt)
         seconds = np.zeros(replicas)
         resident = np.zeros(replicas, dtype=np.int64)
         loaded = np.zeros(replicas, dtype=np.int64)
@@ -148,7 +148,7 @@ class PromptCosts:
         self.index.begin(replica, [name for name, _ in prompt.beginnings])
         self.index.begin(replica, [line.name for line in prompt.lines])
 
-    def _recognised(
+    def _recognise(
         self, prompt: PromptOutline
     ) -> tuple[Sequence[WantedChunk], Sequence[WantedChunk]]:
         """Return a prompt's chunks, including those that contain lines of its plain texts, and the
@@ -165,7 +165,7 @@ class PromptCosts:
                 found[key] = line
         return (*prompt.chunks, *found.values()), unknown
 
-    def _computing(self, now: float) -> Seconds:
+    def _seconds_per_token(self, now: float) -> Seconds:
         """Return the seconds of computing a token, on each replica: its measurement, or the mean of
         the others if that is stale."""
         stale = now - self._used > STALE_SECONDS

@@ -117,7 +117,7 @@ class BlockChains:
         return Changes([], removed)
 
     def _store(self, event: BlockStored) -> Iterator[str]:
-        """Yield the names of an event's blocks; of none, where what stands before them is not
+        """Yield the names of an event's blocks. There are none where the blocks before them are not
         known."""
         self.block_size = event.block_size
         parent = event.parent_block_hash

@@ -35,15 +35,15 @@ def exposition(texts: Mapping[str, str]) -> bytes:
     where one remembered those that ended, and to Prometheus a fall is a new beginning. It adds up
     their rates itself.
     """
-    told: dict[str, list[Metric]] = {}
+    metrics: dict[str, list[Metric]] = {}
     for replica, text in texts.items():
         try:
-            told[replica] = list(text_string_to_metric_families(text))
+            metrics[replica] = list(text_string_to_metric_families(text))
         except (ValueError, IndexError):  # not Prometheus' format
             continue
     registry = CollectorRegistry()
-    registry.register(_Families(_labelled(told)))
-    registry.register(_Families(_summed(told.values())))
+    registry.register(_Families(_label(metrics)))
+    registry.register(_Families(_sum(metrics.values())))
     return generate_latest(registry)
 
 
@@ -55,9 +55,9 @@ class _Families(Collector):
         return self._families
 
 
-def _labelled(told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+def _label(metrics: Mapping[str, Iterable[Metric]]) -> list[Metric]:
     labelled: dict[str, Metric] = {}
-    for replica, families in told.items():
+    for replica, families in metrics.items():
         for family in families:
             joined = labelled.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
@@ -67,11 +67,11 @@ def _labelled(told: Mapping[str, Iterable[Metric]]) -> list[Metric]:
     return list(labelled.values())
 
 
-def _summed(told: Iterable[Iterable[Metric]]) -> list[Metric]:
+def _sum(metrics: Iterable[Iterable[Metric]]) -> list[Metric]:
     """Return the sums of those metrics of replicas that are added up."""
     sums: dict[str, Metric] = {}
     values: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-    for family in (each for families in told for each in families):
+    for family in (each for families in metrics for each in families):
         name = family.name.removeprefix(OWN)
         if name == family.name or name not in _ADDING_UP:
             continue

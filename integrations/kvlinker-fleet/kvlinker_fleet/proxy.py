@@ -123,7 +123,7 @@ class Proxy:
             key = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
             ready = {each.url for each in self._backends.ready()}
             prompt = await self._events.outline(prompt, scope["path"], body, key, ready=ready)
-        with _unless_left(receive):
+        with _cancel_on_disconnect(receive):
             await self._route(request, body, tenant, prompt, send)
 
     async def _route(
@@ -141,7 +141,7 @@ class Proxy:
                 if await self._pass_on(decision, request, body, tenant, send):
                     return
             finally:
-                self._router.ended(decision)
+                self._router.note_end(decision)
         nobody = "all that were tried have ended" if tried else self._backends.missing()
         message = f"Nobody can answer: {nobody or 'no replica is ready'}. Try again in a moment."
         await _refuse(EngineClosedError(message), request, send)
@@ -181,7 +181,7 @@ class Proxy:
             request.method,
             backend.url + _target(request.scope),
             headers=[
-                *_kept(request.headers.raw, _NOT_SENT | own.keys()),
+                *_pass_headers(request.headers.raw, _NOT_SENT | own.keys()),
                 *((name.encode(), value.encode()) for name, value in own.items()),
             ],
             content=body or None,
@@ -210,7 +210,7 @@ class Proxy:
         if not _is_stream(answer) and _may_be_tried_elsewhere(answer, begun, request):
             await self._backends.ask(decision.replica)
             return False
-        self._router.began(decision, time.monotonic() - began)
+        self._router.note_first_byte(decision, time.monotonic() - began)
         note_replica(request.scope, decision.reason)
         creates = request.method == "POST" and request.url.path == _CREATION and not builds
         if creates and not _is_stream(answer):
@@ -235,7 +235,7 @@ async def _answer(
     """Pass on an answer of which ``begun`` was read, and the ``rest`` as it comes, and an error
     event where the replica of a stream is lost half way."""
     headers = [
-        *_kept(answer.headers.raw, _NOT_ANSWERED),
+        *_pass_headers(answer.headers.raw, _NOT_ANSWERED),
         (REPLICA_HEADER.encode(), backend.id.encode()),
     ]
     start: Message = {
@@ -256,7 +256,7 @@ async def _answer(
     await send({"type": "http.response.body", "body": last})
 
 
-def _kept(
+def _pass_headers(
     headers: Iterable[tuple[bytes, bytes]], left_out: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
     """Return those headers that are passed on, their names in lower case."""
@@ -273,11 +273,11 @@ def _last_event(scope: Scope) -> bytes:
     body = error_body(error, scope)
     path = scope["path"]
     if path == "/v1/messages":
-        told = as_messages_error(body, error.status, scope).model_dump_json()
-        return f"\n\nevent: error\ndata: {told}\n\n".encode()
+        event_data = as_messages_error(body, error.status, scope).model_dump_json()
+        return f"\n\nevent: error\ndata: {event_data}\n\n".encode()
     if path == "/v1/responses":
-        told = json.dumps(body.error.model_dump() | {"type": "error", "sequence_number": 0})
-        return f"\n\nevent: error\ndata: {told}\n\n".encode()
+        event_data = json.dumps(body.error.model_dump() | {"type": "error", "sequence_number": 0})
+        return f"\n\nevent: error\ndata: {event_data}\n\n".encode()
     return f"\n\ndata: {body.model_dump_json()}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -309,7 +309,7 @@ async def _refuse(error: KVLinkerError, request: Request, send: Send) -> None:
 
 
 @contextmanager
-def _unless_left(receive: Receive) -> Iterator[None]:
+def _cancel_on_disconnect(receive: Receive) -> Iterator[None]:
     """Run a block until its end, or until the client leaves: its request ends there as here. Only a
     scope is cancelled, since httpx keeps connections open for ever whose task is, while it closes
     them."""
@@ -320,7 +320,7 @@ def _unless_left(receive: Receive) -> Iterator[None]:
             scope.cancel()
 
     with CancelScope() as scope:
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
         leaving.add_done_callback(leave)
         try:
             yield
@@ -328,7 +328,7 @@ def _unless_left(receive: Receive) -> Iterator[None]:
             leaving.cancel()
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -71,17 +71,17 @@ class ResidencyIndex:
         self._shared_bits |= 1 << tier
 
     def copies(self, name: str, now: float) -> Copies:
-        """Return who has a chunk, or is about to."""
+        """Return the replicas that have a chunk, or will have it soon."""
         key = self._keys.get(name)
         numbers = () if key is None else self._copies.get(key, ())
-        told = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
+        places = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
         shared = [tier for tier, keys in self._shared.items() if key in keys]
         believed = [self._believed.get(name)]
         if key is not None:
             believed.append(self._believed.get(key))
         return Copies(
-            told & ((1 << _REPLICA_BITS) - 1),
-            told >> _REPLICA_BITS,
+            places & ((1 << _REPLICA_BITS) - 1),
+            places >> _REPLICA_BITS,
             tuple(shared),
             [
                 each
@@ -119,8 +119,8 @@ class ResidencyIndex:
         others."""
         mine = self._tiers[replica]
         if whole:
-            told = {int(key, 16) for key in chunks}
-            self._remove(replica, [key for key in mine if key not in told])
+            reported = {int(key, 16) for key in chunks}
+            self._remove(replica, [key for key in mine if key not in reported])
         lost = [int(key, 16) for key in gone]
         self._remove(replica, lost)
         for key in lost:

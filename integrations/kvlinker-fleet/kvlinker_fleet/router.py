@@ -148,7 +148,7 @@ class Router:
         """Send requests to a replica, or none."""
         self._replicas[replica].ready = self._ready[self._numbers[replica]] = ready
 
-    def asked(self, replica: str) -> None:
+    def note_poll(self, replica: str) -> None:
         """Note that a replica is asked for a report now."""
         self._replicas[replica].counted = int(self._open[self._numbers[replica]])
 
@@ -231,7 +231,7 @@ class Router:
         self._costs.take(number, prompt, needed.chunks, now)
         return decision
 
-    def began(self, decision: Decision, seconds: float) -> None:
+    def note_first_byte(self, decision: Decision, seconds: float) -> None:
         """Note that a request has its first byte, ``seconds`` after it was sent."""
         pending = self._settle(decision)
         if pending is not None:
@@ -239,7 +239,7 @@ class Router:
             beyond = max(LEAST_SECONDS, seconds - decision.expected - decision.wait)
             self._seconds += SMOOTHING * (beyond - self._seconds)
 
-    def ended(self, decision: Decision) -> None:
+    def note_end(self, decision: Decision) -> None:
         """Note that a request has ended, however it did."""
         self._settle(decision)
         self._open[self._numbers[decision.replica]] -= 1

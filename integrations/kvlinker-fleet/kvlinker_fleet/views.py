@@ -23,7 +23,7 @@ from kvlinker.doors.http.fields.server_status import (
     SlotCounts,
     TierStatus,
 )
-from kvlinker_fleet.audit import pooled
+from kvlinker_fleet.audit import merge_reports
 from kvlinker_fleet.backends import Backends, ReplicaState
 from kvlinker_fleet.metrics import exposition
 from kvlinker_fleet.router import Router
@@ -110,11 +110,11 @@ def routes(router: Router, backends: Backends) -> APIRouter:
         answers = await asyncio.gather(
             *(backends.ask_as(key, each, "/v1/audit") for each in backends.ready())
         )
-        told = [answer for answer in answers if answer is not None]
-        found = read_answers(AuditObject, (each.text for each in told if each.is_success))
+        responses = [answer for answer in answers if answer is not None]
+        found = read_answers(AuditObject, (each.text for each in responses if each.is_success))
         if found:
-            return JSONResponse(pooled(found).model_dump())
-        if refused := [each for each in told if not each.is_success]:
+            return JSONResponse(merge_reports(found).model_dump())
+        if refused := [each for each in responses if not each.is_success]:
             first = refused[0]
             return Response(first.content, first.status_code, media_type="application/json")
         raise EngineClosedError(
@@ -127,8 +127,8 @@ def routes(router: Router, backends: Backends) -> APIRouter:
         sums."""
         asked = backends.ready()
         texts = await asyncio.gather(*(backends.text(each, "/metrics") for each in asked))
-        told = dict(zip((each.id for each in asked), texts, strict=True))
-        return Response(exposition(told), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        texts_of = dict(zip((each.id for each in asked), texts, strict=True))
+        return Response(exposition(texts_of), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return shown
 
@@ -184,15 +184,15 @@ def summed(statuses: Sequence[ServerStatus], started_at: int) -> ServerStatus:
     )
 
 
-def _tiers(told: Sequence[TierStatus]) -> list[TierStatus]:
+def _tiers(tiers: Sequence[TierStatus]) -> list[TierStatus]:
     """Return the tiers by name, those that several servers share once."""
     joined = []
-    for name in dict.fromkeys(tier.name for tier in told):
+    for name in dict.fromkeys(tier.name for tier in tiers):
         places: dict[str | int, TierStatus] = {}
-        for number, tier in enumerate(told):
+        for number, tier in enumerate(tiers):
             if tier.name == name:
                 places[number if tier.place is None else tier.place] = tier
-        rates = [tier.bytes_per_second for tier in told if tier.name == name]
+        rates = [tier.bytes_per_second for tier in tiers if tier.name == name]
         known_rates = [rate for rate in rates if rate is not None]
         joined.append(
             TierStatus(

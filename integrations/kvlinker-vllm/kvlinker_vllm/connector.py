@@ -60,7 +60,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
         assert isinstance(other, ReportMetadata)
-        return ReportMetadata(self.report.joined(other.report))
+        return ReportMetadata(self.report.join(other.report))
 
 
 class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
@@ -74,7 +74,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._refusal_file: str | None = options.get(REFUSAL_FILE)
-        own = ConnectorOptions.taken_from(options)
+        own = ConnectorOptions.pop_from(options)
         require_tested_version(allow_untested=own.allow_untested)
         require_linkable(vllm_config)
         self._settings = settings = connector_settings(options)
@@ -125,7 +125,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        matched = self._scheduling.matched(
+        matched = self._scheduling.match(
             request.request_id, num_computed_tokens, request.num_tokens
         )
         if matched == FORGET:
@@ -134,7 +134,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
         return tokens, waits and tokens is not None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.allocated(
+        self._scheduling.begin_transfer(
             request.request_id,
             request.all_token_ids,
             blocks.get_block_ids(),
@@ -174,7 +174,7 @@ class KVLinkerConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduling.finished(request.request_id)
+        return False, self._scheduling.finish(request.request_id)
 
     @property
     def _scheduling(self) -> TransferScheduler:

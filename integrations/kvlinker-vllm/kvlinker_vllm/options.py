@@ -32,7 +32,7 @@ class ConnectorOptions(BaseModel):
     """True to run in versions of vLLM that kvlinker was not tested with."""
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Self:
+    def pop_from(cls, options: dict[str, Any]) -> Self:
         """Remove the connector's options from ``options`` and return them. Raises
         InvalidRequestError."""
         options.pop(REFUSAL_FILE, None)

@@ -39,7 +39,7 @@ def register() -> None:
     failure, theirs = os.environ.get(FAILURE_FILE), logging.getLogger("vllm")
     if failure and not any(isinstance(each, FailureNote) for each in theirs.handlers):
         theirs.addHandler(FailureNote(Path(failure)))
-    if failure:  # a start of kvlinker's own, which may be given up before there is a connector
+    if failure:  # a start of kvlinker's own, which may end before there is a connector
         end_with_parent()
 
 

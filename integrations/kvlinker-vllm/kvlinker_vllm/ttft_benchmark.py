@@ -29,7 +29,7 @@ from kvlinker.quality.bench.harness.benchmark import (
     benchmark,
     compared_policies,
     counts,
-    followed,
+    supported_policies,
 )
 from kvlinker.quality.bench.harness.measurement import (
     FirstTokenAnswer,
@@ -118,7 +118,7 @@ def ttft_vllm(
     named = compared_policies(policies, setup.settings)
     subject = setup.subject(repeat=repeat)
     if policies is None:
-        named = followed(named, subject.loaded)
+        named = supported_policies(named, subject.loaded)
     report = run_ttft(
         subject,
         workloads,

@@ -47,7 +47,7 @@ class Session:
 
     repository: Repository = FIRST
     turns: int = 0
-    """The calls of tools whose results stand in the history."""
+    """The calls of tools with results in the history."""
     edited: int | None = None
     """The turn whose result is another one than before; None for no turn."""
     scale: float = 1.0
@@ -456,7 +456,7 @@ def qwen_code(session: Session) -> Request:
 
 
 def aider(session: Session) -> Request:
-    """Return a request of aider 0.86: files stand before the last message, and no tools."""
+    """Return a request of aider 0.86, with files before the last message, and without tools."""
     place = session.repository
     reminder = session.text("aider: form of answers", 850)
     files = "".join(
@@ -503,5 +503,5 @@ CASES: Mapping[str, Sequence[Session]] = {
     "after an edit in the middle": [Session(turns=TURNS), Session(turns=TURNS, edited=TURNS // 2)],
     "another repository": [Session(repository=OTHER)],
 }
-"""An agent's requests by case, in their order: the last of a case is looked at, and may read what
-all before it have had computed."""
+"""An agent's requests by case, in order. The last request of a case is measured, and may read KV
+that the requests before it computed."""

@@ -17,7 +17,7 @@ from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
 from kvlinker.settings import Settings
 from kvlinker_lab.agent_bodies import AGENTS, CASES, Request
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 
 COLUMNS = ("agent", "implicit", "case", "tokens", "read", "share")
 
@@ -77,20 +77,20 @@ def run_agent_replays(
             options: dict[str, Any] = {"implicit": setting, "policy": policy}
             with (
                 subject.llm(kv_slots=KV_SLOTS, prefix_cache="on", **options) as llm,
-                served(llm) as url,
+                serve_llm(llm) as url,
             ):
                 for case, sessions in CASES.items():
                     progress(f"{agent}, implicit {setting}: {case}")
                     for session in sessions:
                         request = AGENTS[agent](replace(session, scale=scale))
-                        tokens, read = _asked(url, request)
+                        tokens, read = _count_cached(url, request)
                         llm.settle()
                     row = {"agent": agent, "implicit": setting, "case": case, "tokens": tokens}
                     rows.append(row | {"read": read, "share": read / tokens})
     return replace(subject.report(rows), columns=COLUMNS, notes=_markdown(rows))
 
 
-def _asked(url: str, request: Request) -> tuple[int, int]:
+def _count_cached(url: str, request: Request) -> tuple[int, int]:
     """Return the tokens of a request's prompt, and how many of them are read from the cache."""
     limit = "max_output_tokens" if request.path == "/v1/responses" else "max_tokens"
     body = request.body | {"stream": False, limit: 1}

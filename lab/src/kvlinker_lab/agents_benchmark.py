@@ -128,7 +128,7 @@ def run_agents(
 
 
 def _rows(scenario: str, cases: Mapping[tuple[str, str], Case]) -> list[Row]:
-    """Return what was measured of one scenario, by store and system."""
+    """Return the measurements of one scenario, by store and system."""
     most = SLO * statistics.median(_seconds(cases["idle", "marks"]))
     rows: list[Row] = []
     for (store, system), case in cases.items():

@@ -148,8 +148,10 @@ def run_attention(
     for case in cases:
         count = max(1, LARGEST // case.operations)
         ways = {
-            "native": _attending(case, kernel, torch.bfloat16, mib, count),
-            "torch": _attending(case, TorchAttention(), torch.float32, mib, max(1, count // 4)),
+            "native": _attention_call(case, kernel, torch.bfloat16, mib, count),
+            "torch": _attention_call(
+                case, TorchAttention(), torch.float32, mib, max(1, count // 4)
+            ),
         }
         taken = in_turn(
             {name: seconds_of(call) for name, (call, _) in ways.items()},
@@ -174,7 +176,7 @@ def run_attention(
     )
 
 
-def _attending(
+def _attention_call(
     case: Case, kernel: AttentionKernel, dtype: torch.dtype, mib: int, most: int
 ) -> tuple[Callable[[], object], int]:
     """Return a function that computes at most ``most`` of the layers, the following ones with each

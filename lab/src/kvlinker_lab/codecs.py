@@ -129,7 +129,7 @@ def _bytes_of(file: EncodedKV) -> BufferSource:
 
 
 def _relative_error(kvs: Sequence[ChunkKV], decoded: Sequence[ChunkKV], part: str) -> float:
-    """Return the L2 norm of what is off in the keys or values of all chunks over that of the
+    """Return the L2 norm of the error in the keys or values of all chunks over that of the
     numbers."""
     import torch
 

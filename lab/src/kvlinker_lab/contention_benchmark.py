@@ -187,16 +187,16 @@ class _Case:
             environment[WAITING_VARIABLE] = "passive"
         elif self.waiting != WITHOUT_END:
             environment[SPINS_VARIABLE] = self.waiting
-        told = subprocess.run(
+        process = subprocess.run(
             _command(self.python, "measure", replace(self.task, **beside)),
             env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        if told.returncode:
-            raise InvalidRequestError(f"A measurement failed: {told.stderr[-500:]}")
-        measured: dict[str, dict[str, float]] = json.loads(told.stdout.splitlines()[-1])
+        if process.returncode:
+            raise InvalidRequestError(f"A measurement failed: {process.stderr[-500:]}")
+        measured: dict[str, dict[str, float]] = json.loads(process.stdout.splitlines()[-1])
         return measured
 
 

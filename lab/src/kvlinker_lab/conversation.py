@@ -89,7 +89,7 @@ def run_conversation(
                 found[talking, way] = _seconds(llm, prompts, policy)
             progress(f"turn {turn} of {repeat}: each token once")
             found[talking, "each token once"] = _seconds(
-                computing, _spoken_as_chunks(computing, prompts), "naive"
+                computing, _cache_turns(computing, prompts), "naive"
             )
             asked = replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(
                 vocabulary, seed=1000 + turn
@@ -141,7 +141,7 @@ def conversation_prompts(
     return prompts
 
 
-def _spoken_as_chunks(llm: LLM, prompts: Sequence[Prompt]) -> list[Prompt]:
+def _cache_turns(llm: LLM, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts with all but each one's own turn in chunks, and cache these."""
     spoken = [prompts[0]]
     for before, prompt in pairwise(prompts):
@@ -161,15 +161,15 @@ def _spoken_as_chunks(llm: LLM, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_documents(prompt: Prompt) -> Prompt:
-    """Return the prompt as a request's own documents make it: nobody asked for their chunks'
-    attention scores."""
+    """Return the prompt without the attention scores of its chunks, which a request's own documents
+    do not have."""
 
-    def unscored(segment: Segment) -> Segment:
+    def strip_scores(segment: Segment) -> Segment:
         if isinstance(segment, FreshSegment):
             return segment
         return CachedSegment(replace(segment.chunk, scored=False))
 
-    return Prompt(tuple(unscored(segment) for segment in prompt.segments))
+    return Prompt(tuple(strip_scores(segment) for segment in prompt.segments))
 
 
 def _seconds(llm: LLM, prompts: Sequence[Prompt], policy: str) -> float:

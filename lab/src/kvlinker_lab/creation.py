@@ -35,7 +35,7 @@ def run_creation(
     medians."""
     generator = np.random.default_rng(0)
 
-    def computing(engine: Engine) -> Callable[[], object]:
+    def computation(engine: Engine) -> Callable[[], object]:
         def compute() -> object:
             tokens = generator.integers(
                 0, subject.loaded.model.config.vocab_size, chunk_tokens
@@ -57,7 +57,7 @@ def run_creation(
             for scores in (False, True)
         }
         taken = in_turn(
-            {scores: seconds_of(computing(engine)) for scores, engine in engines.items()},
+            {scores: seconds_of(computation(engine)) for scores, engine in engines.items()},
             repeat=repeat,
             what=lambda scores: f"{'with' if scores else 'without'} scores",
             progress=progress,

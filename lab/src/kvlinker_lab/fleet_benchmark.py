@@ -150,19 +150,21 @@ def fleet(
     import torch
 
     sizes = counts(replicas)
-    compared = [_known(rule, RULES) for rule in names(rules)]
+    compared = [_check_name(rule, RULES) for rule in names(rules)]
     settings: dict[str, Any]
     if live:
         with model_to_serve(setup.settings, setup.shape) as served:
             rows = [
                 row
-                for form, size in product([_known(form, FORMS) for form in names(forms)], sizes)
+                for form, size in product(
+                    [_check_name(form, FORMS) for form in names(forms)], sizes
+                )
                 for row in run_live(
                     served,
                     size,
                     {rule: RULES[rule] for rule in compared},
                     form=form,
-                    order=_known(order, ORDERS),
+                    order=_check_name(order, ORDERS),
                     requests=requests,
                     seed=seed,
                     progress=setup.progress,
@@ -186,9 +188,9 @@ def fleet(
             sizes,
             compared,
             costs,
-            events=[_known(event, EVENTS) for event in names(events)],
+            events=[_check_name(event, EVENTS) for event in names(events)],
             share=share,
-            order=_known(order, ORDERS),
+            order=_check_name(order, ORDERS),
             load=load,
             room=room,
             disk_room=disk_room,
@@ -220,7 +222,7 @@ def fleet(
     )
 
 
-def _known(name: str, known: Collection[str]) -> str:
+def _check_name(name: str, known: Collection[str]) -> str:
     if name not in known:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
     return name

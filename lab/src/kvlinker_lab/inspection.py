@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """Holds what one layer computed for a prompt."""
+    """The computation of one layer for a prompt."""
 
     key: Tensor
     """Keys with their rotary embedding, [kv_heads, tokens, head_dim]."""
@@ -83,8 +83,8 @@ class EngineInspector:
     def answer(
         self, messages: Sequence[Message], policy: str | Policy
     ) -> tuple[Answer, tuple[LayerView, ...]]:
-        """Inspect a conversation, and return the answer of one token too: its usage says what was
-        recomputed."""
+        """Inspect a conversation, and return an answer of one token too, whose usage counts the
+        recomputed tokens."""
 
         def ask() -> Answer:
             return self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)

@@ -1,5 +1,5 @@
-"""Measures whether time tells a tenant what others have: lookups of what another has, beside
-lookups of nothing."""
+"""Measures whether response times tell a tenant about others' content: lookups of another tenant's
+content, beside lookups of none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 from kvlinker_lab.statistics import mann_whitney
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class LookupTimes:
     """Holds the seconds of interleaved lookups."""
 
     unknown: tuple[float, ...]
-    """Lookups of what nobody has."""
+    """Lookups of content that no tenant has."""
     foreign: tuple[float, ...]
-    """Lookups of what another tenant has."""
+    """Lookups of another tenant's content."""
 
     def row(self, case: str) -> Row:
         """Make a row of medians in microseconds; ``p`` says how probable such a difference is if
@@ -93,7 +93,7 @@ def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = 
     rows = []
     with (
         subject.llm(api_keys=f"{OWNER},{STRANGER}") as llm,
-        served(llm) as url,
+        serve_llm(llm) as url,
         httpx.Client(
             base_url=url, headers={"Authorization": f"Bearer {STRANGER}"}, timeout=60
         ) as http,
@@ -108,31 +108,36 @@ def run_isolation(subject: MeasuredModel, *, lookups: int, progress: Progress = 
         progress(f"{lookups} answers that are kept for another tenant")
         answers = [f"{index:06d} is what the owner was told" for index in range(lookups)]
         unknown_answers = [f"{index:06d} is what nobody was told" for index in range(lookups)]
-        kept = _kept(http, answers)
+        kept = _keep_answers(http, answers)
         for case, look_up, theirs, nobodys in (
             ("id, in Python", _by_id(llm), foreign, unknown),
-            ("id, over HTTP", lambda i: _refused(http.get(f"{CACHES}/{i}")), foreign, unknown),
+            (
+                "id, over HTTP",
+                lambda i: _check_refusal(http.get(f"{CACHES}/{i}")),
+                foreign,
+                unknown,
+            ),
             (
                 "id, in a prompt",
-                lambda i: _refused(http.post("/v1/completions", json=_prompt(i))),
+                lambda i: _check_refusal(http.post("/v1/completions", json=_prompt(i))),
                 foreign,
                 unknown,
             ),
             (
                 "content",
-                lambda text: _created(http.post(CACHES, json={"chunks": [text]})),
+                lambda text: _check_creation(http.post(CACHES, json={"chunks": [text]})),
                 texts,
                 unknown_texts,
             ),
             (
                 "a kept answer's id, in a prompt",
-                lambda i: _refused(http.post("/v1/completions", json=_prompt(i))),
+                lambda i: _check_refusal(http.post("/v1/completions", json=_prompt(i))),
                 kept,
                 unknown,
             ),
             (
                 "a kept answer's text, in a prompt",
-                lambda text: _answered(http.post(CHAT, json=_handed_over(text))),
+                lambda text: _check_answer(http.post(CHAT, json=_handover_body(text))),
                 answers,
                 unknown_answers,
             ),
@@ -152,7 +157,7 @@ def _by_id(llm: LLM) -> Callable[[str], object]:
     return look_up
 
 
-def _kept(http: httpx.Client, answers: Sequence[str]) -> list[str]:
+def _keep_answers(http: httpx.Client, answers: Sequence[str]) -> list[str]:
     """Return the ids of context caches that answers to the owner became. The last one is found by
     its text, or nothing would be measured."""
     owner = {"Authorization": f"Bearer {OWNER}"}
@@ -166,18 +171,18 @@ def _kept(http: httpx.Client, answers: Sequence[str]) -> list[str]:
         answer = http.post(CHAT, json=body, headers=owner)
         answer.raise_for_status()
         ids.append(answer.json()["link"]["answer"]["id"])
-    found = http.post(CHAT, json=_handed_over(answers[-1]), headers=owner).json()
+    found = http.post(CHAT, json=_handover_body(answers[-1]), headers=owner).json()
     if [used["id"] for used in found["link"]["context_caches"]] != ids[-1:]:
         raise RuntimeError(f"The owner's answer {answers[-1]!r} is not found by its text: {found}")
     return ids
 
 
-def _handed_over(text: str) -> dict[str, Any]:
+def _handover_body(text: str) -> dict[str, Any]:
     content = f"Another agent says: {text} Is that so?"
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
 
-def _answered(response: httpx.Response) -> None:
+def _check_answer(response: httpx.Response) -> None:
     """Check that nothing of another tenant's was linked."""
     response.raise_for_status()
     assert "link" not in response.json(), response.text
@@ -187,9 +192,9 @@ def _prompt(cache_id: str) -> dict[str, object]:
     return {"prompt": [{"type": "context_cache", "id": cache_id}], "max_tokens": 1}
 
 
-def _refused(response: httpx.Response) -> None:
+def _check_refusal(response: httpx.Response) -> None:
     assert response.status_code == ContextCacheNotFoundError.status, response.text
 
 
-def _created(response: httpx.Response) -> None:
+def _check_creation(response: httpx.Response) -> None:
     response.raise_for_status()

@@ -42,7 +42,7 @@ class JoinedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Says how passages and a question become one text."""
+    """The form in which passages and a question become one text."""
 
     name: str
     text: str

@@ -1,5 +1,4 @@
-"""Makes measurements under load a benchmark: its options, what it starts, its table and its
-plot."""
+"""The benchmark ``load``: its options, its servers, its table and its plot."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def load(
         float, typer.Option(min=0, help="Milliseconds per token of a good answer, at most.")
     ] = 250.0,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds after which a request is given up.")
+        float, typer.Option(min=0, help="Seconds after which a request is cancelled.")
     ] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other traffic.")] = 0,
 ) -> Report:
@@ -174,7 +173,7 @@ def load(
         named = competing_policies(policies or POLICIES)
         competitors = [Competitor(policy, engine) for engine in engines for policy in named]
         with model_to_serve(setup.settings, setup.shape) as settings:
-            measured = run_load(competitors, starting(settings), plan, progress=setup.progress)
+            measured = run_load(competitors, starter(settings), plan, progress=setup.progress)
         dtype = str(choose_dtype(setup.settings.dtype, device)).removeprefix("torch.")
         settings_shown = {
             "model": setup.shape or settings.served_name,
@@ -196,7 +195,7 @@ def load(
     )
 
 
-def starting(settings: Settings) -> Start:
+def starter(settings: Settings) -> Start:
     """Make what starts a new server of the settings' model for each competitor, with its engine.
 
     The embedded engine keeps context caches in memory alone, as vLLM cannot. ``full`` has no prefix

@@ -123,8 +123,8 @@ def run_memory(
 
 
 def _slots_held(llm: LLM, request: GenerationRequest) -> int:
-    """Answer the request; return the most slots of the KV pool that it held. Raises what it failed
-    with."""
+    """Answer the request, and return the most slots of the KV pool that it held. Raises the error
+    of a failed request."""
     held: queue.SimpleQueue[int | GenerationEvent] = queue.SimpleQueue()
 
     def listen(_: int, event: GenerationEvent) -> None:
@@ -134,10 +134,10 @@ def _slots_held(llm: LLM, request: GenerationRequest) -> int:
 
     llm.engine.generate(request, listen)
     most = 0
-    while isinstance(told := held.get(), int):
-        most = max(most, told)
-    if isinstance(told, Failed):
-        raise told.error
+    while isinstance(event := held.get(), int):
+        most = max(most, event)
+    if isinstance(event, Failed):
+        raise event.error
     return most
 
 

@@ -22,7 +22,7 @@ from kvlinker.quality.bench.harness.measurement import Workload, in_turn, second
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.progress import Progress, silent
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM
@@ -60,7 +60,7 @@ def run_overhead(
     times; medians."""
     with (
         subject.llm(kv_slots=2 * workload.tokens + 4096) as llm,
-        served(llm) as url,
+        serve_llm(llm) as url,
         Client(url) as client,
     ):
         texts = [
@@ -71,14 +71,14 @@ def run_overhead(
         ]
         messages = [{"role": "user", "content": [*parts, "What do these have in common?"]}]
 
-        def asking(target: LLM | Client) -> Callable[[], object]:
+        def make_request(target: LLM | Client) -> Callable[[], object]:
             return lambda: target.chat_completion(
                 messages, policy=policy, temperature=0, max_tokens=1
             )
 
         targets: dict[str, LLM | Client] = {"python": llm, "http": client}
         taken = in_turn(
-            {case: seconds_of(asking(target)) for case, target in targets.items()},
+            {case: seconds_of(make_request(target)) for case, target in targets.items()},
             repeat=repeat,
             progress=progress,
         )

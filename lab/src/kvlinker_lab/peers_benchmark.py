@@ -37,8 +37,8 @@ SYSTEMS = "kvlinker,kvlinker-vllm,vllm,transformers,llama.cpp"
 REFERENCE = "kvlinker"
 """The system that the others are set beside."""
 SAME_TEXT = "log probabilities"
-"""The case that shows whether systems run the same model, by the correlation of what they make of
-the same text."""
+"""The case that shows whether systems run the same model, by the correlation of their log
+probabilities of one text."""
 SAME_MODEL = 0.9
 """The correlation of log probabilities below which two systems cannot be running the same model."""
 
@@ -220,11 +220,13 @@ def _bytes(measured: Measured) -> Mapping[str, float]:
 def _correlations(taken: Mapping[str, Sequence[Measured]]) -> dict[str, float]:
     """Return by system how log probabilities of the same text correlate with those of transformers,
     or of the first system that tells them where transformers takes no part."""
-    told = {name: runs[0].logprobs for name, runs in taken.items() if runs[0].logprobs is not None}
-    if not told:
+    logprobs = {
+        name: runs[0].logprobs for name, runs in taken.items() if runs[0].logprobs is not None
+    }
+    if not logprobs:
         return {}
-    expected = told.get("transformers") or next(iter(told.values()))
-    return {name: float(np.corrcoef(found, expected)[0, 1]) for name, found in told.items()}
+    expected = logprobs.get("transformers") or next(iter(logprobs.values()))
+    return {name: float(np.corrcoef(found, expected)[0, 1]) for name, found in logprobs.items()}
 
 
 def _own_part(measured: Sequence[Measured]) -> str:

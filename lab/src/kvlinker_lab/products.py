@@ -99,7 +99,7 @@ def run_products(
     for number in numbers:
         hidden = torch.randn(number, INPUTS)
         taken = in_turn(
-            {name: _timed(_multiplying(hidden, each), clock) for name, each in weights.items()},
+            {name: _time(_multiplication(hidden, each), clock) for name, each in weights.items()},
             repeat=repeat,
             what=lambda name, number=number: f"{number} rows, {name}",  # type: ignore[misc]
             progress=progress,
@@ -131,18 +131,18 @@ def doubts(shares: Iterable[float | None]) -> list[str]:
     return [f"{most:.2f} of the peak: others computed while that was measured. Measure again."]
 
 
-def _timed(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
+def _time(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
     """Wrap a call so that it returns the seconds that it takes by this clock."""
 
-    def timed() -> float:
+    def time_call() -> float:
         begin = clock()
         call()
         return clock() - begin
 
-    return timed
+    return time_call
 
 
-def _multiplying(hidden: Tensor, weights: list[Any]) -> Callable[[], object]:
+def _multiplication(hidden: Tensor, weights: list[Any]) -> Callable[[], object]:
     if isinstance(weights[0], Tensor):
         return lambda: [nn.functional.linear(hidden, weight) for weight in weights]
     rounded = hidden.bfloat16()

@@ -1,5 +1,5 @@
-"""Measures what is recognised of passages that a framework joined into one text, and what the seams
-cost."""
+"""Measures recognition of passages that a framework joined into one text, and the cost of the
+seams."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def run_recognition(
                     raise InvalidRequestError(
                         f"{found.name} has no questions to ask.", param="dataset"
                     )
-                measured = _measured(llm, questions, template, progress)
+                measured = _measure(llm, questions, template, progress)
                 rows.append({"dataset": found.name, "template": template.name, **measured})
     return replace(subject.report(rows), columns=COLUMNS)
 
@@ -148,7 +148,7 @@ class _Answered:
     kl: float
 
 
-def _measured(
+def _measure(
     llm: LLM, questions: Sequence[Question], template: Template, progress: Progress
 ) -> Row:
     from kvlinker.service.implicit.recognition import Recognizer
@@ -170,7 +170,7 @@ def _measured(
         _enter(llm, question.passages)
         known.append(recognise(recognizer, joined, tenant=DEFAULT_TENANT))
         with suppress(ContextLengthError):
-            answers.append(_answered(llm, question, joined))
+            answers.append(_answer(llm, question, joined))
     passages = sum(len(question.passages) for question in questions)
     row: Row = {
         "n": len(questions),
@@ -185,10 +185,10 @@ def _measured(
         "answered": len(answers),
         "metric": questions[0].metric,
     }
-    return {**row, **_compared(answers)}
+    return {**row, **_compare(answers)}
 
 
-def _compared(answers: Sequence[_Answered]) -> Row:
+def _compare(answers: Sequence[_Answered]) -> Row:
     """Compare answers to split texts with those to joined ones; all is None where none fitted into
     the window."""
     names = (
@@ -223,8 +223,8 @@ def _second_sight(
     template: Template,
     seconds: list[float],
 ) -> Recognised:
-    """Return what is recognised of passages that came in another order with the question
-    ``before``; adds the seconds for 10,000 characters."""
+    """Return the recognition of passages that came in another order with the question ``before``,
+    and the seconds for 10,000 characters."""
     first = template.join(question.passages, before)
     second = template.join(question.passages[::-1], question.question)
     recognise(recognizer, first, tenant="second sight")
@@ -234,12 +234,12 @@ def _second_sight(
     return found
 
 
-def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
+def _answer(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     from kvlinker.quality.evaluation.examiner import QuestionTrial
 
     messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
-    marked = [{"role": "user", "content": _marked(joined)}]
+    marked = [{"role": "user", "content": _mark(joined)}]
     split = llm.read_chat(marked, implicit="marked", policy="naive", keeps=False).prompt
     trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))
     answers = [trial.run(REFERENCE) for trial in trials]
@@ -256,7 +256,7 @@ def _answered(llm: LLM, question: Question, joined: JoinedPrompt) -> _Answered:
     )
 
 
-def _marked(joined: JoinedPrompt) -> list[str | dict[str, object]]:
+def _mark(joined: JoinedPrompt) -> list[str | dict[str, object]]:
     """Return the joined text as content parts, with its passages marked."""
     parts: list[str | dict[str, object]] = []
     done = 0

@@ -79,8 +79,8 @@ def run_router(
         assert decision is not None
         taken.append(decision)
         if index >= UNDER_WAY:
-            measured.began(taken[index - UNDER_WAY], 0.1)
-            measured.ended(taken[index - UNDER_WAY])
+            measured.note_first_byte(taken[index - UNDER_WAY], 0.1)
+            measured.note_end(taken[index - UNDER_WAY])
     deciding = time.process_time() - began
     reports = [random.integers(corpus, size=changes).tolist() for _ in range(replicas)]
     began = time.process_time()

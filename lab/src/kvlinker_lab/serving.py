@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def served(llm: LLM) -> Iterator[str]:
+def serve_llm(llm: LLM) -> Iterator[str]:
     """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
     import uvicorn
 

@@ -118,7 +118,7 @@ def soak(
             settings, **options, max_variants=16, implicit_caches=library // 2
         ) as server,
     ):
-        result = run_soak(server, plan, disk_space=disk_space, told=_tell)
+        result = run_soak(server, plan, disk_space=disk_space, on_row=_tell)
     dtype = str(choose_dtype(setup.settings.dtype, device)).removeprefix("torch.")
     return Report(
         command=setup.command,
@@ -144,7 +144,7 @@ def soak(
 
 
 def _tell(row: Row) -> None:
-    """Print a row as soon as it is there: who stops a long run early has seen something."""
+    """Print a row at once, so that a long run that is stopped early has shown something."""
     values = (
         f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()

@@ -65,12 +65,12 @@ def grouped_correlation(
     if len(points_of) == 1:
         return Correlation(len(members), value, Interval(value, value))
 
-    def resampled(drawn: NDArray[np.int64]) -> float:
+    def correlation_of(drawn: NDArray[np.int64]) -> float:
         return spearman(*points[:, np.concatenate([points_of[group] for group in drawn])]) or 0.0
 
     found = bench_library("scipy.stats").bootstrap(
         (np.arange(len(points_of)),),
-        resampled,
+        correlation_of,
         n_resamples=CORRELATION_RESAMPLES,
         method="percentile",
         vectorized=False,

@@ -19,7 +19,7 @@ from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.quality.progress import Progress, silent
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 
 Json = dict[str, Any]
 
@@ -54,7 +54,7 @@ BRANCHES = ("main", "pruning", "release-3", "fix-dates", "trial")
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, and what a user asks who needs it."""
+    """A tool, and the requests of users that need it."""
 
     name: str
     description: str
@@ -338,7 +338,7 @@ def run_tool_calls(
     asked = [FULL, *(policy for policy in policies if policy != FULL)]
     answers: dict[str, list[_Answer]] = {policy: [] for policy in asked}
     given = list(tasks(limit, offered))
-    with subject.llm(implicit="structure") as llm, served(llm) as url:
+    with subject.llm(implicit="structure") as llm, serve_llm(llm) as url:
         for begin in range(0, len(TOOLS), offered):
             progress("computing the definitions of tools")
             definitions = [tool.definition() for tool in TOOLS[begin : begin + offered]]

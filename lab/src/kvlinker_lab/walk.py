@@ -21,7 +21,7 @@ import kvlinker
 from kvlinker.quality.bench.harness.benchmark import Repeat, Setup, benchmark
 from kvlinker.quality.bench.harness.report import Report, Row
 from kvlinker.quality.bench.harness.subject import MeasuredModel
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 
 COLUMNS = ("case", "files", "functions", "calls", "returns", "types", "cpu_ms")
 
@@ -112,7 +112,7 @@ def run_walk(subject: MeasuredModel, *, repeat: int) -> Report:
     tracer = _Tracer(tuple(getattr(owner, name).__code__ for owner, name in first))
     tracer.install()  # before the threads of the engine and the server begin
     try:
-        with subject.llm() as llm, served(llm) as url, httpx.Client(base_url=url) as client:
+        with subject.llm() as llm, serve_llm(llm) as url, httpx.Client(base_url=url) as client:
             _ask(client, "warm up")()
             rows = [
                 _row("cold", tracer, first, lambda: _ask(client, f"cold {time.time_ns()}"), repeat),
@@ -175,7 +175,7 @@ def _first_calls(functions: tuple[tuple[type, str], ...]) -> Iterator[list[float
     """Yield a list that gets the process's time, in seconds, of each call of the functions."""
     called: list[float] = []
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             called.append(time.process_time())
             return function(*args, **kwargs)
@@ -183,7 +183,7 @@ def _first_calls(functions: tuple[tuple[type, str], ...]) -> Iterator[list[float
         return call
 
     first, second = (
-        patch.object(owner, name, timed(getattr(owner, name))) for owner, name in functions
+        patch.object(owner, name, time_function(getattr(owner, name))) for owner, name in functions
     )
     with first, second:
         yield called

@@ -20,7 +20,7 @@ from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, Tier
 from kvlinker.store.tiers import configured
 from kvlinker.store.tiers.disk import ConfiguredDisk
-from kvlinker_lab.advice import probing
+from kvlinker_lab.advice import measurement
 from kvlinker_lab.cli import app
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]
@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, reached: str
 ) -> None:
     """It comes while a call to the tier is under way, which goes on."""
-    measure_tier = probing.measure_tier
+    measure_tier = measurement.measure_tier
     seen = []
 
     def interrupted(tier: Tier, samples: Sequence[ChunkKV], *others: Any) -> Any:
@@ -195,7 +195,7 @@ def test_an_interrupt_leaves_nothing(
             assert tier.put("0" * 64, samples[0])
         return measure_tier(tier, samples, *others)
 
-    monkeypatch.setattr(probing, "measure_tier", interrupted)
+    monkeypatch.setattr(measurement, "measure_tier", interrupted)
     previous = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # a shell's background jobs ignore it

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker_lab.advice.recommendation import TierFigures, explain_recommendation, recommended
+from kvlinker_lab.advice.recommendation import TierFigures, explain_recommendation, recommend
 
 
 def figures(
@@ -59,7 +59,7 @@ def any_tiers(draw):
 
 @given(any_tiers())
 def test_the_cheapest_of_those_that_hide_is_recommended(tiers):
-    chosen = recommended(tiers)
+    chosen = recommend(tiers)
     hidden = [tier for tier in tiers if tier.load_seconds <= tier.recompute_seconds]
     if chosen is None:
         assert not hidden
@@ -89,12 +89,12 @@ def test_a_tier_hides_from_its_hidden_percent_on(rate, per_token, prefill):
 
 def test_bytes_count_not_only_the_price_of_a_gigabyte():
     small, cheap = figures("small", bytes_per_token=300, price=2.0), figures("cheap", price=1.0)
-    assert recommended([cheap, small]) == small
+    assert recommend([cheap, small]) == small
 
 
 def test_of_two_at_one_price_the_faster_is_recommended():
     slow, fast = figures("slow", rate=1e9), figures("fast", rate=2e9)
-    assert recommended([slow, fast]) == fast
+    assert recommend([slow, fast]) == fast
 
 
 def test_the_way_out_is_more_computation():
@@ -137,7 +137,7 @@ def test_cheaper_tiers_are_told_with_what_they_add():
     host = figures("host", rate=1e9, price=3)
     disk = figures("disk", rate=1e7, price=0.1, overlaps=False)
     tape = figures("tape", rate=2e6, price=0.01)
-    assert recommended([host, disk, tape]) == host
+    assert recommend([host, disk, tape]) == host
     first, slow, busy = explain_recommendation([host, disk, tape])
     assert first.startswith(
         "Recommended: host, the cheapest tier whose loading is hidden: 1 ms during 150 ms"

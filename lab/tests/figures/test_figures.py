@@ -19,7 +19,7 @@ from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.figures.page import write_figure
 from kvlinker_lab.load.run import Competitor, LoadPlan, LoadReport, Start, run_load
 from kvlinker_lab.load.servers import Server
-from kvlinker_lab.serving import served
+from kvlinker_lab.serving import serve_llm
 
 EXAMPLES = 2  # of different kinds, so that findings tell kinds apart
 
@@ -32,7 +32,7 @@ def light_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextmanager
     def start(settings: Settings, **options: Any) -> Iterator[Server]:
         own = settings.model_copy(update={"state_dir": tmp_path / "state", **options})
-        with LLM.from_settings(own) as llm, served(llm) as url:
+        with LLM.from_settings(own) as llm, serve_llm(llm) as url:
             yield Server(url)
 
     def run_shortened(
@@ -58,5 +58,5 @@ def test_figures_are_measured_drawn_and_told(name: str, tmp_path: Path) -> None:
     assert " ".join(figure.finding(rows).split()) in " ".join(text.split())
     assert f"kvlinker-lab figure {name}" in text
     assert (tmp_path / "page" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    for row in figure.printed(rows):
+    for row in figure.table_rows(rows):
         assert set(figure.columns) <= set(row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker_lab.figures.frontier import cheapest_by_family, kept_everywhere, told_cheapest
+from kvlinker_lab.figures.frontier import cheapest_by_family, describe_cheapest, keeping_policies
 
 
 def row(policy: str, score: float, recomputed: float) -> dict[str, object]:
@@ -30,10 +30,10 @@ def test_the_cheapest_that_keeps_enough() -> None:
 
 def test_told_from_the_cheapest_on() -> None:
     assert (
-        told_cheapest(ROWS, 0.98)
+        describe_cheapest(ROWS, 0.98)
         == "query-5 (5.0% recomputed), cachecraft-0.3-focus (10.0% recomputed)"
     )
-    assert told_cheapest(ROWS[:1], 0.98) == "none"
+    assert describe_cheapest(ROWS[:1], 0.98) == "none"
 
 
 def test_kept_in_every_task() -> None:
@@ -42,5 +42,5 @@ def test_kept_in_every_task() -> None:
         entry | {"task": "hard", "score": 0.5 if entry["policy"] == "query-5" else 0.9}
         for entry in ROWS
     ]
-    assert kept_everywhere(easy, 0.98) == ["naive", "query-5", "query-15", "cachecraft-0.3-focus"]
-    assert kept_everywhere(easy + hard, 0.98) == ["naive", "query-15", "cachecraft-0.3-focus"]
+    assert keeping_policies(easy, 0.98) == ["naive", "query-5", "query-15", "cachecraft-0.3-focus"]
+    assert keeping_policies(easy + hard, 0.98) == ["naive", "query-15", "cachecraft-0.3-focus"]

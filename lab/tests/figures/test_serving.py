@@ -8,7 +8,7 @@ import pytest
 
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import find_figure
-from kvlinker_lab.figures.serving import ratios, told_ratios
+from kvlinker_lab.figures.serving import describe_ratios, ratios
 
 RATES = (0.5, 1.0, 2.0)
 
@@ -38,9 +38,9 @@ def test_ratios_are_told_where_both_were_measured() -> None:
     rows = rows_of({"full": (100, 300, None), "naive": (50, 100, 100)})
     found = ratios(rows, "full", "naive", "relative_rate", "ttft_p50_ms")
     assert found == {0.5: 2.0, 1.0: 3.0}
-    assert told_ratios(found) == "2.0× at 0.5, 3.0× at 1"
+    assert describe_ratios(found) == "2.0× at 0.5, 3.0× at 1"
     assert (
-        told_ratios(ratios(rows, "full", "none", "relative_rate", "ttft_p50_ms"))
+        describe_ratios(ratios(rows, "full", "none", "relative_rate", "ttft_p50_ms"))
         == "nowhere comparable"
     )
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker_lab.cli import app
-from kvlinker_lab.gpu import command, exactness, lmcache, plots, steps
+from kvlinker_lab.gpu import command, exactness, lmcache, steps
 from kvlinker_lab.gpu.steps import Outcome, Step, first_hour, run
 
 WRITES = (
@@ -90,11 +90,11 @@ def test_bars_are_named_by_what_tells_them_apart(tmp_path):
         {"policy": "query-5", "engine": "vllm", "ttft_ms": None},
     ]
     expected = ("time to the first token (ms)", [("full", 40.0), ("naive", 5)])
-    assert plots.bars_of(rows) == expected
+    assert command.bars_of(rows) == expected
     steps_rows = [{"case": "1 × 512", "system": name, "ms_per_step": 2.0} for name in ("a", "b")]
-    assert plots.bars_of(steps_rows) == ("a step of decoding (ms)", [("a", 2.0), ("b", 2.0)])
-    assert plots.bars_of([{"check": "link", "error": 1e-6}]) is None
-    assert plots.draw(rows, tmp_path / "bars.svg")
+    assert command.bars_of(steps_rows) == ("a step of decoding (ms)", [("a", 2.0), ("b", 2.0)])
+    assert command.bars_of([{"check": "link", "error": 1e-6}]) is None
+    assert command.draw(rows, tmp_path / "bars.svg")
     assert "<svg" in (tmp_path / "bars.svg").read_text()
 
 

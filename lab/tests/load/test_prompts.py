@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvlinker_lab.load.prompts import (
     CachedDocuments,
+    MarkedDocuments,
     PlainDocuments,
     PrefixIndex,
     write_request,
@@ -32,6 +33,17 @@ def test_documents_as_text() -> None:
         {"include_usage": True},
     )
     assert "link" not in body
+
+
+def test_documents_as_marked_texts() -> None:
+    body = write_request(CONVERSATION, [], MarkedDocuments(TEXTS, "naive"), model="m")
+    mark = {"type": "ephemeral"}
+    assert body["messages"][1]["content"] == [
+        {"type": "text", "text": "C.", "cache_control": mark},
+        {"type": "text", "text": "A.", "cache_control": mark},
+        {"type": "text", "text": "Which?"},
+    ]
+    assert body["link"] == {"policy": "naive"}
 
 
 def test_documents_as_context_caches() -> None:

@@ -61,7 +61,7 @@ def plan(*loads: OpenLoop | ClosedLoop, shape: TrafficShape = SHAPE, requests: i
     return LoadPlan(shape, loads, requests=requests, objective=CELL, warm_up=1, patience=60.0)
 
 
-def starting(server: Server) -> AbstractContextManager[Server]:
+def as_context(server: Server) -> AbstractContextManager[Server]:
     return nullcontext(server)
 
 
@@ -70,7 +70,7 @@ def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
     policies = ["full", "plain", "naive", "legolink-4"]
     report = run_load(
         [Competitor(policy, EMBEDDED) for policy in policies],
-        lambda _: starting(server),
+        lambda _: as_context(server),
         plan(OpenLoop(50.0), ClosedLoop(3)),
     )
     assert [(row["policy"], row["rate"], row["users"]) for row in report.rows] == [
@@ -103,7 +103,7 @@ def test_several_turns(server: Server, kind: str) -> None:
     shape = replace(SHAPE, kind=kind, chunks=2, turns=3)
     (row,) = run_load(
         [Competitor("naive", EMBEDDED)],
-        lambda _: starting(server),
+        lambda _: as_context(server),
         plan(ClosedLoop(2), shape=shape, requests=5),
     ).rows
     assert (row["requests"], row["failed"]) == (6, 0)  # two whole conversations
@@ -111,14 +111,14 @@ def test_several_turns(server: Server, kind: str) -> None:
 
 
 def test_what_cannot_take_part_is_left_out_and_told(server: Server) -> None:
-    shape = replace(SHAPE, output_tokens=(5000, 5000))  # more than the pool has room for
+    shape = replace(SHAPE, chunk_tokens=1400)  # three chunks are more than the pool has room for
     with pytest.raises(
         InvalidRequestError,
         match=r"naive \(embedded\) is left out: its first request failed \(status 400\)",
     ):
         run_load(
             [Competitor("naive", EMBEDDED)],
-            lambda _: starting(server),
+            lambda _: as_context(server),
             plan(ClosedLoop(1), shape=shape),
         )
 
@@ -254,7 +254,7 @@ def test_servers_are_started_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         load_benchmark, "kvlinker_server", lambda _, **options: started.append(options)
     )
-    start = load_benchmark.starting(load_settings(audit="10%"))
+    start = load_benchmark.starter(load_settings(audit="10%"))
     for policy in ("full", "naive"):
         start(Competitor(policy, EMBEDDED))
     assert [(options["audit"], options["prefix_cache"]) for options in started] == [

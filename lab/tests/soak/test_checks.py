@@ -49,19 +49,19 @@ def tally(*results: RequestResult, aborts: bool = False, deleted: bool = False) 
 def test_growth_from_the_middle_third_to_the_last_fails(
     values: Sequence[float], passed: bool
 ) -> None:
-    assert checks.bounded("memory", values, growth=0.03, slack=2).passed is passed
+    assert checks.check_growth("memory", values, growth=0.03, slack=2).passed is passed
 
 
 def test_few_samples_judge_nothing() -> None:
-    check = checks.bounded("memory", [100.0] * 4, growth=0.03, slack=2)
+    check = checks.check_growth("memory", [100.0] * 4, growth=0.03, slack=2)
     assert not check.passed
     assert "4 samples" in check.finding
-    assert not checks.bounded("memory", [], growth=0.03, slack=2).passed
+    assert not checks.check_growth("memory", [], growth=0.03, slack=2).passed
 
 
 def test_small_quantities_may_vary_by_their_slack() -> None:
-    assert checks.bounded("threads", [9, 9, 10, 10, 14, 14], growth=0.03, slack=4).passed
-    assert not checks.bounded("threads", [9, 9, 10, 10, 15, 15], growth=0.03, slack=4).passed
+    assert checks.check_growth("threads", [9, 9, 10, 10, 14, 14], growth=0.03, slack=4).passed
+    assert not checks.check_growth("threads", [9, 9, 10, 10, 15, 15], growth=0.03, slack=4).passed
 
 
 def test_a_run_too_short_to_see_growth_is_refused() -> None:
@@ -76,11 +76,11 @@ def test_what_failed_on_purpose_is_no_failure() -> None:
         RequestResult(None, None, 1.0, failure=failure) for failure in (UNFINISHED, "status 404")
     )
     behind = RequestResult(None, None, 0.0, failure=NOT_SENT)
-    assert checks.nothing_failed(tally(ANSWER, left, behind, aborts=True)).passed
-    assert checks.nothing_failed(tally(lost, behind, deleted=True)).passed
+    assert checks.check_answers(tally(ANSWER, left, behind, aborts=True)).passed
+    assert checks.check_answers(tally(lost, behind, deleted=True)).passed
     for counted in (tally(left), tally(lost, aborts=True), tally(left, deleted=True)):
-        assert not checks.nothing_failed(counted).passed
-    failed = checks.nothing_failed(
+        assert not checks.check_answers(counted).passed
+    failed = checks.check_answers(
         tally(ANSWER, RequestResult(None, None, 1.0, failure="error", detail="It broke."))
     )
     assert not failed.passed
@@ -93,23 +93,23 @@ def test_what_breaks_in_a_restart_is_lost_and_what_is_told_to_be_cut_off_is_not(
     cut = RequestResult(0.1, 0.2, 30.0, failure=ERROR, detail=engine_closed().message)
     told = tally(ANSWER, cut)
     assert (told.cut, told.lost) == (1, 0)
-    assert checks.nothing_failed(told).passed
+    assert checks.check_answers(told).passed
     assert (
-        checks.nothing_lost(told, [0, 0], refused=7).finding
+        checks.check_restarts(told, [0, 0], refused=7).finding
         == "0 requests lost and 1 cut off in 2 restarts, beside 7 refusals of requests that were"
         " sent again"
     )
     lost = tally(ANSWER, RequestResult(0.1, 0.2, 1.0, failure=kind, detail="It broke."))
     assert lost.lost == 1
-    assert not checks.nothing_lost(lost, [0], refused=0).passed
-    assert not checks.nothing_failed(lost).passed
-    assert not checks.nothing_lost(told, [0, -15], refused=0).passed, "it did not end by itself"
+    assert not checks.check_restarts(lost, [0], refused=0).passed
+    assert not checks.check_answers(lost).passed
+    assert not checks.check_restarts(told, [0, -15], refused=0).passed, "it did not end by itself"
 
 
 @pytest.mark.parametrize(("ended", "passed"), [(2, False), (3, True), (5, True), (6, False)])
 def test_a_server_counts_each_request_once(ended: int, passed: bool) -> None:
     counted = Tally(complete=3, aborted=2)
-    check = checks.requests_counted(
+    check = checks.check_request_counts(
         counted, figures(requests_total=10), figures(requests_total=10 + ended)
     )
     assert check.passed is passed
@@ -127,29 +127,29 @@ def test_a_server_counts_the_tokens_that_clients_get() -> None:
         )
 
     calm = tally(ANSWER, ANSWER)
-    assert checks.tokens_counted(calm, figures(), read(12, 6)).passed
+    assert checks.check_token_counts(calm, figures(), read(12, 6)).passed
     for wrong in (read(11, 6), read(12, 7)):
-        assert not checks.tokens_counted(calm, figures(), wrong).passed
+        assert not checks.check_token_counts(calm, figures(), wrong).passed
 
 
 def test_what_is_held_or_kept_or_not_indexed_is_told() -> None:
-    assert checks.nothing_held(figures()).passed
-    assert not checks.nothing_held(figures(kv_slots_used=1)).passed
-    assert checks.audit_done(figures(audit_samples_total=4)).passed
-    assert not checks.audit_done(figures(audit_pending=1)).passed
-    assert checks.nothing_kept(0, figures(), 0).passed
+    assert checks.check_idle_server(figures()).passed
+    assert not checks.check_idle_server(figures(kv_slots_used=1)).passed
+    assert checks.check_audit(figures(audit_samples_total=4)).passed
+    assert not checks.check_audit(figures(audit_pending=1)).passed
+    assert checks.check_deletions(0, figures(), 0).passed
     for caches, chunks, files in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        assert not checks.nothing_kept(caches, figures(store_chunks=chunks), files).passed
+        assert not checks.check_deletions(caches, figures(store_chunks=chunks), files).passed
     disk = frozenset({("tier", "disk")})
     indexed = Figures({("kvlinker:store_chunks", disk): 2, ("kvlinker:store_bytes", disk): 30})
-    assert checks.disk_indexed(indexed, [10, 20]).passed
+    assert checks.check_disk_index(indexed, [10, 20]).passed
     for sizes in ([10], [10, 21], [10, 10, 10]):
-        assert not checks.disk_indexed(indexed, sizes).passed
+        assert not checks.check_disk_index(indexed, sizes).passed
 
 
 def test_errors_in_the_log_are_told() -> None:
-    assert checks.log_clean(
+    assert checks.check_log(
         "2026-11-22 INFO GET /health 200\n2026-11-22 WARNING Answers agree less.\n"
     ).passed
-    check = checks.log_clean("2026-11-22 ERROR It broke.\n")
+    check = checks.check_log("2026-11-22 ERROR It broke.\n")
     assert (check.passed, check.finding) == (False, "1 errors; 2026-11-22 ERROR It broke.")

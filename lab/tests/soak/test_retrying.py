@@ -10,7 +10,7 @@ import pytest
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.doors.client import ServerUnreachableError
 from kvlinker_lab.soak import retrying
-from kvlinker_lab.soak.retrying import CONNECT_SECONDS, RetryingTransport, retried
+from kvlinker_lab.soak.retrying import CONNECT_SECONDS, RetryingTransport, retry
 
 REFUSED = httpx.ConnectError("refused")
 BROKEN = httpx.ReadError("broken")
@@ -95,11 +95,11 @@ def unreachable(cause: Exception) -> ServerUnreachableError:
 
 async def test_acts_are_repeated_while_they_are_refused(pauses: list[float]) -> None:
     act = acting(EngineClosedError("closed"), unreachable(REFUSED), unreachable(BROKEN), None)
-    assert await retried(act) == 2
+    assert await retry(act) == 2
     assert pauses == [EngineClosedError.retry_after, CONNECT_SECONDS]
 
 
 async def test_acts_whose_connection_breaks_twice_have_failed(pauses: list[float]) -> None:
     with pytest.raises(ServerUnreachableError):
-        await retried(acting(unreachable(BROKEN), unreachable(BROKEN)))
+        await retry(acting(unreachable(BROKEN), unreachable(BROKEN)))
     assert pauses == []

@@ -78,5 +78,5 @@ def test_a_hybrid_is_exported_as_it_was_trained(tokenizer: Tokenizer, tmp_path: 
         hidden, distances = hybrid.hidden(ids, torch.tensor([0]), positions)
         logits = hybrid.logits(hidden)
     assert (logits - expected).std() < 0.05 * expected.std()  # bfloat16 against float32
-    loss, mean = hybrid.guided(distances, 0.0)
+    loss, mean = hybrid.sink_loss(distances, 0.0)
     assert 0 < float(loss) == pytest.approx(mean)

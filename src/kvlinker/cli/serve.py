@@ -123,7 +123,7 @@ def _serve_until_end(
                 from kvlinker.doors.http.edge.connections import EngineServer, server_config
                 from kvlinker.doors.serving import builder_client, create_server
                 from kvlinker.llm import LLM
-                from kvlinker.quality.measuring import measuring
+                from kvlinker.quality.policy_measurement import measure_in_background
             llm = LLM.from_settings(
                 settings, builders=builder_client(settings), report=loading.report
             )
@@ -143,7 +143,10 @@ def _serve_until_end(
         drain=app.state.served.drain,
     )
     began = time.monotonic()
-    with announced(settings, url=url_of(listener), model=llm.model_name), measuring(llm):
+    with (
+        announced(settings, url=url_of(listener), model=llm.model_name),
+        measure_in_background(llm),
+    ):
         server.run()
     seconds = time.monotonic() - began if server.engine_failed else None
     return seconds, app.state.served.drain.next_model

@@ -14,4 +14,4 @@ class Progress(Protocol):
 
 
 def silent(_what: str, _done: int = 0, _total: int | None = None, /) -> None:
-    """Show nothing: the ``Progress`` of callers who do not want any."""
+    """Show nothing. It is the ``Progress`` of callers without a display."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvlinker.quality.bench.harness.benchmark import compared_policies, followed
+from kvlinker.quality.bench.harness.benchmark import compared_policies, supported_policies
 from kvlinker.settings import load_settings
 from tests.toy_models import loaded_model
 
@@ -23,6 +23,6 @@ def test_policies_are_compared_as_they_are_given():
 
 def test_what_a_model_cannot_be_linked_under_is_not_compared_by_default():
     compared = compared_policies(None, load_settings())
-    assert followed(compared, loaded_model("llama")) == compared
-    without_attention = followed(compared, loaded_model("mamba-alone"))
+    assert supported_policies(compared, loaded_model("llama")) == compared
+    without_attention = supported_policies(compared, loaded_model("mamba-alone"))
     assert without_attention == ["full", "naive", "legolink-16", "attnlink-16", "random-15"]

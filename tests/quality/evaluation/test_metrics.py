@@ -16,7 +16,7 @@ from kvlinker.quality.evaluation.metrics import (
     f1,
     jaccard,
     names,
-    normalised,
+    normalise,
     rouge_l,
     similarity,
 )
@@ -50,7 +50,7 @@ def squad_f1(answer, reference):
 
 @given(WORDS, WORDS)
 def test_f1_and_exact_match_are_squads(answer, reference):
-    assert normalised(answer) == squad_normalised(reference) or not exact_match(answer, reference)
+    assert normalise(answer) == squad_normalised(reference) or not exact_match(answer, reference)
     assert exact_match(answer, reference) == (
         squad_normalised(answer) == squad_normalised(reference)
     )

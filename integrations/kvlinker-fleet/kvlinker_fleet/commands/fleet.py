@@ -132,27 +132,27 @@ def _serve_here(settings: Settings, options: FleetOptions) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     bind(settings.host, settings.port).close()  # which fails if the address is taken
     with closing(bind(settings.host, settings.port, shared=True)) as reserved:
-        options = _shared_out(settings, options, port=reserved.getsockname()[1])
+        options = _share_machine(settings, options, port=reserved.getsockname()[1])
         with console.status("Starting Ray"), own_ray(options) as running:
             console.print(f"Starting {options.most_models} replicas of {settings.model}")
             deploy(running)
             url = url_of(reserved)
             console.print(_summary(settings, options, url))
-            told: list[int] = []
+            signals: list[int] = []
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda number, _: told.append(number))
+                signal.signal(number, lambda number, _: signals.append(number))
             with announced(settings, url=url, model=settings.served_name):
-                while not told:
+                while not signals:
                     time.sleep(_POLL_SECONDS)
-            remove(settings.drain_timeout, at_once=lambda: len(told) > 1)
+            remove(settings.drain_timeout, at_once=lambda: len(signals) > 1)
 
 
 def _deploy(address: str, settings: Settings, options: FleetOptions) -> None:
     """Give the fleet to a Ray cluster, which keeps it running."""
     prepare(alone=False)
-    from kvlinker_fleet.ray_serve.cluster import deploy, joined_ray
+    from kvlinker_fleet.ray_serve.cluster import connect_ray, deploy
 
-    with joined_ray(address):
+    with connect_ray(address):
         deploy(options)
     typer.echo(
         f"The fleet runs on the Ray cluster at {address}, port {settings.port} of"
@@ -161,7 +161,7 @@ def _deploy(address: str, settings: Settings, options: FleetOptions) -> None:
     )
 
 
-def _shared_out(settings: Settings, options: FleetOptions, port: int) -> FleetOptions:
+def _share_machine(settings: Settings, options: FleetOptions, port: int) -> FleetOptions:
     """Return the options of a fleet on one machine, whose replicas share its processors and its
     memory, and whose ingresses know a key of the replicas."""
     shares = options.most_models
@@ -207,8 +207,8 @@ def status(
 ) -> None:
     """List the replicas of a fleet, or of a router's servers."""
     with failures(), Client(url, api_key) as client:
-        told = client.server_status()
-    if "replicas" not in told:
+        status = client.server_status()
+    if "replicas" not in status:
         raise fail(f"{url} is a single server", FAILURE)
     table = Table(box=None, pad_edge=False)
     for title in ("replica", "role", "state"):
@@ -216,7 +216,7 @@ def status(
     for title in ("running", "waiting", "chunks", "pid"):
         table.add_column(title, justify="right")
     table.add_column("reason")
-    for replica in told["replicas"]:
+    for replica in status["replicas"]:
         table.add_row(
             replica["id"],
             replica["role"],

@@ -73,7 +73,7 @@ def own_ray(options: FleetOptions) -> Iterator[FleetOptions]:
 
 
 @contextmanager
-def joined_ray(address: str) -> Iterator[None]:
+def connect_ray(address: str) -> Iterator[None]:
     """Connect to the Ray cluster at ``host:port`` for as long as the block runs."""
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, namespace=APPLICATION)

@@ -113,8 +113,8 @@ def check(options: FleetOptions, settings: Settings) -> None:
 
 
 def key_of_fleet(settings: Settings) -> str | None:
-    """Return the key by which an ingress asks replicas what they have in memory; None if there are
-    no keys. Raises InvalidRequestError if none of them is an admin's."""
+    """Return the key by which an ingress asks replicas for their residency; None if there are no
+    keys. Raises InvalidRequestError if none of them is an admin's."""
     if settings.accepted_keys and not settings.admin_keys:
         raise InvalidRequestError(
             "A fleet on several machines that has api_keys needs an admin's, by which its ingresses"

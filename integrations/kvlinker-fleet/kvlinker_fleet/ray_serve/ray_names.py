@@ -27,9 +27,9 @@ def _no_port(server: Any, address: str) -> int:
 async def ask_all(handle: DeploymentHandle[Any], method: str) -> Iterable[Any]:
     """Return the answers of all replicas of a deployment that answer."""
     try:
-        told = await handle.broadcast(method).results_async(
+        answers = await handle.broadcast(method).results_async(
             timeout_s=ANSWER_SECONDS, return_exceptions=True
         )
     except DeploymentUnavailableError:  # there is none
         return []
-    return [each for each in told if not isinstance(each, BaseException)]
+    return [each for each in answers if not isinstance(each, BaseException)]

@@ -22,7 +22,7 @@ MOST_AT_ONCE = 2.0
 """The factor by which replicas may grow at once because tokens are late."""
 
 ENOUGH = 0.5
-"""The share of the target beyond which no replica is given up: fewer would soon be too few."""
+"""The share of the target beyond which no replica is removed: fewer would soon be too few."""
 
 
 class Context(Protocol):

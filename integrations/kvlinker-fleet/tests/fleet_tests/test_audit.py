@@ -22,7 +22,7 @@ from kvlinker.llm import LLM
 from kvlinker.service.audit.comparison import Comparison, RequestKind
 from kvlinker.service.audit.figures import AuditFigures
 from kvlinker.service.audit.findings import Findings, Sample
-from kvlinker_fleet.audit import pooled
+from kvlinker_fleet.audit import merge_reports
 
 AUDITED: dict[str, Any] = {"audit": "100%", "quality_target": "98%", "disk_space": 0}
 KEYS = {"api_keys": "anna,bert", "admin_keys": "root"}
@@ -70,7 +70,7 @@ def told(samples: list[Sample], pool: str | None) -> AuditObject:
 @given(st.lists(st.lists(SAMPLES, max_size=30), min_size=1, max_size=4))
 @examples(50)
 def test_servers_without_a_common_catalog_are_counted_as_one(parts: list[list[Sample]]) -> None:
-    found = pooled([told(part, f"pool {number}") for number, part in enumerate(parts)])
+    found = merge_reports([told(part, f"pool {number}") for number, part in enumerate(parts)])
     alone = told([sample for part in parts for sample in part], None)
     for mine, theirs in zip(
         [*found.policies, *found.kinds], [*alone.policies, *alone.kinds], strict=True
@@ -88,7 +88,7 @@ def test_servers_of_one_pool_count_once() -> None:
     sample = Sample(
         1.0, "anna", "naive", RequestKind("1", "0-1023", False), Comparison(True, 0.1, 0.1, None)
     )
-    found = pooled([told([sample], "one"), told([sample] * 3, "one"), told([sample], "two")])
+    found = merge_reports([told([sample], "one"), told([sample] * 3, "one"), told([sample], "two")])
     assert [row.samples for row in found.policies] == [4]
 
 

@@ -171,12 +171,12 @@ def test_own_requests_are_not_others() -> None:
     router = routers({"a"}, set())
     ending = router.choose(outline("name a"), 0.0)
     assert ending is not None
-    router.asked("r0")
+    router.note_poll("r0")
     beginning = router.choose(outline("name a"), 0.0)
     for decision in (ending, beginning):
         assert decision is not None
         assert decision.replica == "r0"
-        router.ended(decision)
+        router.note_end(decision)
     router.report(
         "r0",
         ResidencyReport("e", 1, False, {}, ()),
@@ -222,8 +222,8 @@ def test_passages_come_again_where_they_came_before() -> None:
     router = routers(set(), set(), set())
     first = router.choose(lines("l1", "l2", "l3"), 0.0)
     assert first is not None
-    router.began(first, 0.2)
-    router.ended(first)
+    router.note_first_byte(first, 0.2)
+    router.note_end(first)
     again = router.choose(lines("l9", "l2", "l3"), 1000.0)
     assert again is not None
     assert again.replica == first.replica
@@ -236,7 +236,7 @@ def test_lines_of_a_chunk_count_as_that_chunk() -> None:
     router = routers(set(), set(), set())
     first = router.choose(lines("l1", "l2"), 0.0)
     assert first is not None
-    router.ended(first)
+    router.note_end(first)
     others = sorted(router.replicas.keys() - {first.replica})
     chunk = KnownChunk(("memory",), ("l1", "l2"))
     report = ResidencyReport("e", 1, True, {digest("a"): chunk}, ())
@@ -258,8 +258,8 @@ def test_conversations_go_on_where_they_were() -> None:
         assert decision is not None
         assert decision.replica == first
         assert decision.expected == pytest.approx(100 * PER_TOKEN)
-        router.began(decision, 0.2)
-        router.ended(decision)
+        router.note_first_byte(decision, 0.2)
+        router.note_end(decision)
 
 
 def test_a_replica_that_leaves_is_forgotten_with_its_last_request() -> None:
@@ -271,7 +271,7 @@ def test_a_replica_that_leaves_is_forgotten_with_its_last_request() -> None:
     assert chosen(router, outline("name a")) == "r1"
     assert chosen(router, outline("name a"), without=("r0",)) == "r1"
     assert list(router.replicas) == ["r0", "r1"]
-    router.ended(decision)
+    router.note_end(decision)
     assert list(router.replicas) == ["r1"]
     router.add("r2")
     router.set_ready("r2", True)
@@ -287,7 +287,7 @@ def test_answers_under_way_count() -> None:
     for _ in range(6):
         decision = router.choose(outline("new", tokens=20), 0.0)
         assert decision is not None
-        router.began(decision, 0.01)
+        router.note_first_byte(decision, 0.01)
     router.add("r1")
     router.set_ready("r1", True)
     empty = ResidencyReport("e", 1, True, {}, ())
@@ -305,7 +305,7 @@ def test_a_busy_replica_is_no_better_for_computing_a_little_faster() -> None:
         decision = router.choose(outline(f"new {number}"), 0.0)
         assert decision is not None
         slower = 1 + MOST_SHARE * sent.count(decision.replica)
-        router.began(decision, slower * (decision.wait + decision.expected))
+        router.note_first_byte(decision, slower * (decision.wait + decision.expected))
         sent.append(decision.replica)
     assert sent[0] == "r0"
     assert sent.count("r1") > 5
@@ -318,18 +318,18 @@ def test_answers_that_slow_nothing_down_count_no_more() -> None:
     for number in range(600):
         decision = router.choose(outline(f"new {number}", tokens=20), 0.0)
         assert decision is not None
-        router.began(decision, decision.wait + decision.expected + router._seconds)
+        router.note_first_byte(decision, decision.wait + decision.expected + router._seconds)
         under_way.append(decision)
         if len(under_way) > 20 + number % 20:
-            router.ended(under_way.pop(0))
-            router.ended(under_way.pop(0))
+            router.note_end(under_way.pop(0))
+            router.note_end(under_way.pop(0))
     for decision in under_way:
-        router.ended(decision)
+        router.note_end(decision)
     for _ in range(10):
         decision = router.choose(outline("name a", tokens=20), 0.0)
         assert decision is not None
         assert decision.replica == "r0"
-        router.began(decision, decision.wait + decision.expected + router._seconds)
+        router.note_first_byte(decision, decision.wait + decision.expected + router._seconds)
 
 
 def test_a_slow_replica_is_tried_again_after_a_while() -> None:
@@ -341,8 +341,8 @@ def test_a_slow_replica_is_tried_again_after_a_while() -> None:
     def send(now: float) -> str:
         decision = router.choose(outline(f"new {now}"), now)
         assert decision is not None
-        router.began(decision, decision.wait + decision.expected)
-        router.ended(decision)
+        router.note_first_byte(decision, decision.wait + decision.expected)
+        router.note_end(decision)
         return decision.replica
 
     tried = {"r0": -STALE_SECONDS, "r1": -STALE_SECONDS}
@@ -413,8 +413,8 @@ def test_nothing_is_lost_and_the_least_cost_wins(
         assert costs[decision.replica] == pytest.approx(min(costs.values()))
         decisions.append(decision)
     for decision in decisions:
-        router.began(decision, 0.1)
-        router.ended(decision)
+        router.note_first_byte(decision, 0.1)
+        router.note_end(decision)
     assert not router._open.any()
     assert router._own_wait == pytest.approx(0.0)
 

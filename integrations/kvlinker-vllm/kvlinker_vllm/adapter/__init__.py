@@ -25,7 +25,7 @@ from kvlinker_vllm.adapter.configurations import (
     require_linkable,
     require_tested_version,
 )
-from kvlinker_vllm.adapter.rotary import rotate, watched
+from kvlinker_vllm.adapter.rotary import rotate, watch_attention
 
 __all__ = [
     "TESTED",
@@ -48,5 +48,5 @@ __all__ = [
     "require_linkable",
     "require_tested_version",
     "rotate",
-    "watched",
+    "watch_attention",
 ]

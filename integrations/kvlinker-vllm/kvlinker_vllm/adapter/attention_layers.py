@@ -50,11 +50,11 @@ class AttentionLayer:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor]:
-        """The scales of keys and values in a KV cache in fp8, by which what it holds is to be
-        multiplied; 1 in others. They are the layer's own tensors, on its device."""
+        """The factors by which stored keys and values are multiplied, in a KV cache in fp8; 1 in
+        others. They are the layer's own tensors, on its device."""
         return self.module._k_scale, self.module._v_scale
 
-    def called_with(
+    def arguments_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of a call of the layer's module."""
@@ -68,13 +68,12 @@ class AttentionLayer:
         )
 
     def queries(self, query: Tensor) -> Tensor:
-        """Return a call's ``query`` as it is multiplied by what is ``asked``: [tokens, query_heads,
-        dim]."""
+        """Return a call's ``query`` as attention multiplies it: [tokens, query_heads, dim]."""
         return query.reshape(-1, self.query_heads, self.key_dim)
 
-    def asked(self, key: Tensor, value: Tensor) -> Tensor:
-        """Return what queries are multiplied by, of a ``key`` and a ``value`` [tokens, heads,
-        dim]."""
+    def query_operand(self, key: Tensor, value: Tensor) -> Tensor:
+        """Return the tensor that queries are multiplied by, from a ``key`` and a ``value``
+        [tokens, heads, dim]."""
         return key
 
     def cache_views(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -88,7 +87,7 @@ class AttentionLayer:
                 behind = cache.view(*cache.shape[:2], -1, self.key_dim)
                 key, value = behind.transpose(1, 2).chunk(2, dim=1)
                 yield key, value
-                yield _turned(key), value
+                yield _view_dims_first(key), value
         elif cache.shape[1] == 2 * self.heads:
             key, value = cache.transpose(1, 2).split(self.heads, dim=2)
             yield key, value
@@ -98,7 +97,7 @@ class AttentionLayer:
         self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
 
 
-def _turned(key: Tensor) -> Tensor:
+def _view_dims_first(key: Tensor) -> Tensor:
     """Return keys [blocks, block_size, heads, dim] of which the same memory has, in each block and
     head, all slots' first numbers before all second ones, as vLLM's attention on CPUs takes
     them."""

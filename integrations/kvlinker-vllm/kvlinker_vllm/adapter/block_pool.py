@@ -24,7 +24,7 @@ class BlockPool:
         return int(self._manager.block_pool.get_num_free_blocks())
 
     def borrow(self, count: int) -> list[Any]:
-        """Take ``count`` free blocks, which there have to be."""
+        """Take ``count`` free blocks. The caller checks that there are as many."""
         blocks: list[Any] = self._manager.block_pool.get_new_blocks(count)
         return blocks
 

@@ -187,8 +187,8 @@ class BoundModel:
                 batch.generators[index] = generator
 
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """Join the ``heads`` [kv_heads, tokens, dim] of all workers, on the CPU; all have to
-        ask."""
+        """Join the ``heads`` [kv_heads, tokens, dim] of all workers, on the CPU. Every worker calls
+        it."""
         if self.is_alone:
             return heads
         gathered: Tensor = tensor_model_parallel_all_gather(
@@ -198,7 +198,7 @@ class BoundModel:
         return gathered[::copies].cpu()
 
     def mean_over_workers(self, values: Tensor) -> Tensor:
-        """Average ``values`` [any] over all workers; all have to ask."""
+        """Average ``values`` [any] over all workers. Every worker calls it."""
         if self.is_alone:
             return values
         total: Tensor = tensor_model_parallel_all_reduce(values.clone())
@@ -206,7 +206,7 @@ class BoundModel:
         return mean
 
     def any_worker(self, flags: Sequence[bool]) -> list[bool]:
-        """Return, for each flag, whether it is true on any worker; all have to ask."""
+        """Return, for each flag, whether it is true on any worker. Every worker calls it."""
         if self.is_alone or not flags:
             return list(flags)
         joined = torch.tensor(flags, dtype=torch.int32)

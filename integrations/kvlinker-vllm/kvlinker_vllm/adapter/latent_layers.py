@@ -40,7 +40,7 @@ class LatentLayer(AttentionLayer):
             group=group,
         )
 
-    def called_with(
+    def arguments_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, latent, shared = first_of(args, kwargs, ("q", "kv_c_normed", "k_pe"))
@@ -52,7 +52,7 @@ class LatentLayer(AttentionLayer):
         projected = torch.bmm(heads[..., :own].transpose(0, 1), self.module.W_UK_T)
         return torch.cat([heads[..., own:], projected.transpose(0, 1)], dim=-1)
 
-    def asked(self, key: Tensor, value: Tensor) -> Tensor:
+    def query_operand(self, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([key, value], dim=-1)
 
     @property

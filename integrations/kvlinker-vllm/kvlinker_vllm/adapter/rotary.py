@@ -19,7 +19,7 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
 
 from kvlinker_vllm.adapter.attention_layers import AttentionLayer, first_of
 from kvlinker_vllm.adapter.bound_model import BoundModel
-from kvlinker_vllm.adapter.transformers_modules import FunctionRotary, watched_functions
+from kvlinker_vllm.adapter.transformers_modules import FunctionRotary, watch_rotary_functions
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 
 @contextmanager
-def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
+def watch_attention(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
     """Call back from passes by the modules, as long as the context lasts.
 
     ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary
@@ -60,7 +60,7 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
             module = layer.module
             undo.callback(delattr, module, "forward")
             module.forward = partial(watch.attend, layer, module.forward)
-        undo.enter_context(watched_functions(bound.model, watch.behind_function))
+        undo.enter_context(watch_rotary_functions(bound.model, watch.behind_function))
         yield
 
 
@@ -91,7 +91,7 @@ class _Watch:
             self._pending.append(_Rotation(module, positions, key.clone()))
 
     def behind_rotary(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Keep what is made of it."""
+        """Keep the result of a rotation."""
         if self._pending and isinstance(output, tuple):
             self._pending[-1].turned = output[1]
 
@@ -106,14 +106,14 @@ class _Watch:
         if self._pending and args:
             last = self._pending[-1]
             if last.turned is not None and have_same_numbers(args[0], last.turned):
-                last.key = normalised(module, last.key, args[0])
+                last.key = normalise_keys(module, last.key, args[0])
                 last.turned = None
 
     def attend(
         self, layer: AttentionLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call back for what was rotated, and for attention, and attend."""
-        query, key, value = layer.called_with(args, kwargs)
+        """Call back for rotated keys and for attention, and attend."""
+        query, key, value = layer.arguments_of(args, kwargs)
         for each in self._pending:
             unrotated = each.key
             if isinstance(each.rotary, FunctionRotary):  # which sees no parts that are not rotated
@@ -134,7 +134,7 @@ def have_same_numbers(given: Tensor, turned: Tensor) -> bool:
     )
 
 
-def normalised(norm: nn.Module, key: Tensor, like: Tensor) -> Tensor:
+def normalise_keys(norm: nn.Module, key: Tensor, like: Tensor) -> Tensor:
     """Return keys before their rotation, normalised as the rotated keys are, whose shape and
     precision are those of ``like``. Norms with weights give other values, which the self-test
     notices."""

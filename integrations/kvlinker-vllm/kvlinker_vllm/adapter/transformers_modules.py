@@ -43,7 +43,7 @@ class FunctionRotary:
 
 
 @contextmanager
-def watched_functions(
+def watch_rotary_functions(
     model: nn.Module, rotated: Callable[[FunctionRotary, Tensor, Tensor, Tensor], None]
 ) -> Iterator[None]:
     """Call back from functions of transformers' that rotate queries and keys.
@@ -101,13 +101,13 @@ def _tables(
     """Return what a rotary embedding's module makes of ``positions`` in place of those that it was
     called with."""
 
-    def replaced(value: Any) -> Any:
+    def replace_value(value: Any) -> Any:
         if _is_positions(value):
             return positions
         return like.view(1, len(like), -1) if isinstance(value, Tensor) else value
 
-    changed = {name: replaced(value) for name, value in options.items()}
-    return module(*map(replaced, inputs), **changed)
+    changed = {name: replace_value(value) for name, value in options.items()}
+    return module(*map(replace_value, inputs), **changed)
 
 
 def _is_positions(value: Any) -> bool:

@@ -17,8 +17,8 @@ from kvlinker_vllm.protocol.transfer_plan import TransferOutcome
 
 
 class VLLMRequest:
-    """A request under way, with all of its choices and what they share. Everything but ``__init__``
-    is called in the client's loop."""
+    """A request under way, with all of its choices and their shared state. The client's loop calls
+    all methods except ``__init__``."""
 
     def __init__(
         self,

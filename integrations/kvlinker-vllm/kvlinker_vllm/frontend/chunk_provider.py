@@ -139,8 +139,8 @@ class ChunkProvider:
             )
         stored = False
         if self._unrelated and chunk.scored and len(tokens) + len(self._unrelated) <= self._longest:
-            stored = await self._captured(key, chunk, self._unrelated)
-        if not stored and not await self._captured(key, chunk):
+            stored = await self._capture(key, chunk, self._unrelated)
+        if not stored and not await self._capture(key, chunk):
             raise ChunkNotStoredError(
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes,"
                 " and whether the state directory can be written to."
@@ -148,7 +148,7 @@ class ChunkProvider:
         await self._client.in_thread(self._store.share, key)
         self._refusing = False
 
-    async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
+    async def _capture(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
         """Let vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated``
         text, if there is one. Return whether that succeeded."""
         before = (*chunk.prefix, *unrelated)

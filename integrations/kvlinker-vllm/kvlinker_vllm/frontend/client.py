@@ -117,7 +117,7 @@ class VLLMClient:
         """Yield the outputs of the request ``name`` as they are generated. Closing the iterator
         aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        transfer_params = None if transfer is None else self.signed(transfer, tokens)
+        transfer_params = None if transfer is None else self.sign(transfer, tokens)
         structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
         params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
         generated = self.engine_client.generate(
@@ -186,10 +186,10 @@ class VLLMClient:
         while not await self.engine_client.reset_prefix_cache():
             await asyncio.sleep(IDLE_SECONDS)
 
-    def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+    def sign(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these
         tokens."""
-        return self._signer.params(transfer, tokens) | {KNOWN: self.memory.known()}
+        return self._signer.params(transfer, tokens) | {KNOWN: self.memory.report_numbers()}
 
     def note(self, outcome: TransferOutcome | None) -> None:
         """Note the report on workers' memory in a transfer's outcome."""

@@ -52,7 +52,7 @@ def configure(settings: Settings) -> Any:
     from kvlinker_vllm.adapter import require_linkable, require_tested_version
 
     options = dict(settings.vllm_options)
-    connector = ConnectorOptions.taken_from(options)
+    connector = ConnectorOptions.pop_from(options)
     require_tested_version(allow_untested=connector.allow_untested)
     for name, reason in RESERVED_OPTIONS.items():
         if name in options:

@@ -55,7 +55,7 @@ CLOSE_SECONDS = 30.0
 """The longest wait for requests to be cancelled at the end, in seconds. Chosen by hand."""
 
 IDLE_POLL_SECONDS = 0.1
-"""The time between two looks at whether anybody is being answered."""
+"""The seconds between two looks whether any request is running."""
 
 
 class VLLMEngine:
@@ -119,7 +119,7 @@ class VLLMEngine:
         self._limits.check_vocabulary(
             np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks"
         )
-        return self.client.run(self._translated(self._chunks.cache(chunk, tenant)))
+        return self.client.run(self._translate_errors(self._chunks.cache(chunk, tenant)))
 
     def expect_together(self, chunks: Sequence[Chunk], *, tenant: str) -> None:
         """Do nothing: chunks have KV for their first place alone."""
@@ -128,7 +128,7 @@ class VLLMEngine:
         return completed(None)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
-        max_tokens = self._checked(request)
+        max_tokens = self._check(request)
         made = VLLMRequest(
             request,
             sink,
@@ -150,8 +150,8 @@ class VLLMEngine:
         """Do nothing: prefixes are vLLM's own."""
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
-        self._checked(request)
-        return self.client.run(self._translated(self._explain(request)))
+        self._check(request)
+        return self.client.run(self._translate_errors(self._explain(request)))
 
     def prepare(self, request: GenerationRequest) -> Future[PreparedPrompt]:
         """Link the prompt of a request that vLLM's own handlers are to answer.
@@ -160,8 +160,8 @@ class VLLMEngine:
         is linked once. Raises PolicyError, ContextLengthError or EngineClosedError at once; later
         errors are the future's.
         """
-        self._checked(request)
-        return self.client.run(self._translated(self._prepare(request)))
+        self._check(request)
+        return self.client.run(self._translate_errors(self._prepare(request)))
 
     def note_uses(
         self, prepared: PreparedPrompt, tenant: str, params: Mapping[str, Any] | None
@@ -172,7 +172,7 @@ class VLLMEngine:
         self.client.threads.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        raise _unscored("prompt")
+        raise _scoring_error("prompt")
 
     def score_whole(
         self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str
@@ -182,7 +182,9 @@ class VLLMEngine:
         self._refuse_if_closing()
         self._limits.check_whole(tokens, first)
         return self.client.run(
-            self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary)))
+            self._translate_errors(
+                self._score_whole(tokens, first, min(top, self._facts.vocabulary))
+            )
         )
 
     def current_load(self) -> EngineLoad:
@@ -220,7 +222,7 @@ class VLLMEngine:
         finally:
             self.client.close()
 
-    def _checked(self, request: GenerationRequest) -> int:
+    def _check(self, request: GenerationRequest) -> int:
         """Check a request, and return the most tokens that its answers may have.
 
         Raises EngineClosedError, PolicyError and InvalidRequestError.
@@ -235,7 +237,7 @@ class VLLMEngine:
     def _start(self, name: str, request: VLLMRequest) -> None:
         task = self.client.loop.create_task(self._serve(name, request))
         self._tasks[name] = task
-        task.add_done_callback(partial(self._served, name, request))
+        task.add_done_callback(partial(self._forget_request, name, request))
 
     def _cancel(self, name: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
@@ -307,7 +309,7 @@ class VLLMEngine:
         for use in linked.uses():
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
-    def _served(self, name: str, request: VLLMRequest, done: asyncio.Task[None]) -> None:
+    def _forget_request(self, name: str, request: VLLMRequest, done: asyncio.Task[None]) -> None:
         """Forget a request that has ended, however it ended."""
         del self._tasks[name]
         with self._admitting:
@@ -328,7 +330,7 @@ class VLLMEngine:
         if request.n > 1:
             outcome = await self.client.run_prompt(tokens, transfer, salt)
             transfer = linked.transfer_again
-        return PreparedPrompt(linked, self.client.signed(transfer, tokens), salt, outcome)
+        return PreparedPrompt(linked, self.client.sign(transfer, tokens), salt, outcome)
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
@@ -340,9 +342,9 @@ class VLLMEngine:
             self._refuse_if_closing()
         return await self.client.prompt_logprobs(tokens, first=first, top=top)
 
-    async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, and raise every error as a KVLinkerError. Work that a caller cancels ends
-        without one, which nobody would take."""
+    async def _translate_errors(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, and raise every error as a KVLinkerError. Work that its caller cancels
+        ends without an error."""
         try:
             return await work
         except asyncio.CancelledError:
@@ -393,7 +395,7 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
             param="link.keep",
         )
     if request.sampling.prompt_logprobs is not None:
-        raise _unscored("prompt_logprobs")
+        raise _scoring_error("prompt_logprobs")
     if request.sampling.max_tokens == 0:
         raise InvalidRequestError(
             "max_tokens is 0, but the vllm engine generates at least 1 token.",
@@ -401,7 +403,7 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
         )
 
 
-def _unscored(param: str) -> InvalidRequestError:
+def _scoring_error(param: str) -> InvalidRequestError:
     """Return the error of requests for log probabilities of prompts."""
     return InvalidRequestError(
         "The vllm engine cannot score prompts: vLLM gives log probabilities of prompts only if"

@@ -28,7 +28,7 @@ from kvlinker_vllm.protocol.transfer_plan import (
     TransferPlan,
     outcome_of,
     plan_transfer,
-    unpacked,
+    unpack_figures,
 )
 
 
@@ -240,7 +240,7 @@ class VLLMLinker:
             measured = outcome.measured
         if measured is None:
             return replace(linked, link=await self._client.in_thread(link.in_full), keys=())
-        attention = unpacked(measured, tokens=probe.length)
+        attention = unpack_figures(measured, tokens=probe.length)
         link = await self._client.in_thread(link.with_attention, attention)
         return replace(linked, link=link, first_pass=FirstPass(salt, start))
 
@@ -253,4 +253,4 @@ class VLLMLinker:
         comparison = plan_transfer(plan, linked.keys, linked=length, measure="deviation")
         tokens = plan.prompt.tokens[:length].tolist()
         measured = (await self._client.run_transfer(comparison, tokens)).measured
-        return None if measured is None else KVDeviation(*unpacked(measured, tokens=length))
+        return None if measured is None else KVDeviation(*unpack_figures(measured, tokens=length))

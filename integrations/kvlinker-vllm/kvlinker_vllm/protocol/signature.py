@@ -46,7 +46,7 @@ class PlanSigner:
         """Return the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
         return {PARAM: plan.model_dump(mode="json"), SIGNATURE: self._signature(plan, tokens)}
 
-    def verified(
+    def verify(
         self, params: Mapping[str, Any] | None, tokens: Sequence[int]
     ) -> TransferPlan | None:
         """Return the transfer plan that a request for this prompt carries; None if it carries none.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvlinker_vllm.protocol.transfer_plan import TransferPlan
 
 NO_BLOCK = 0
-"""The number that stands for a block which a request does not have."""
+"""The number in place of a block that a request does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class StepReport:
     measured: Mapping[str, bytes] = field(default_factory=dict)
     """The measurements in bytes of requests whose plans have one and have ended."""
 
-    def joined(self, other: StepReport) -> StepReport:
+    def join(self, other: StepReport) -> StepReport:
         """Join the reports of two groups of workers."""
         names = {*self.loaded, *other.loaded}
         loaded = {name: self.loaded.get(name, 0) + other.loaded.get(name, 0) for name in names}

@@ -185,8 +185,8 @@ class TransferOutcome(_Value):
 def outcome_of(params: Mapping[str, Any] | None) -> TransferOutcome | None:
     """Return the outcome that vLLM's output has among its ``kv_transfer_params``; None if it has
     none."""
-    told = (params or {}).get(PARAM)
-    return None if told is None else TransferOutcome.model_validate(told)
+    outcome = (params or {}).get(PARAM)
+    return None if outcome is None else TransferOutcome.model_validate(outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +211,13 @@ class KVDeviation:
         return KVDeviation(key[positions], value[positions])
 
 
-def packed(figures: NDArray[np.float32]) -> bytes:
+def pack_figures(figures: NDArray[np.float32]) -> bytes:
     """Serialise a measurement [rows, tokens] to be sent between processes."""
     return figures.astype(_FIGURES).tobytes()
 
 
-def unpacked(data: bytes, *, tokens: int) -> NDArray[np.float32]:
-    """Read the output of ``packed`` for ``tokens`` tokens: [rows, tokens]."""
+def unpack_figures(data: bytes, *, tokens: int) -> NDArray[np.float32]:
+    """Read the output of ``pack_figures`` for ``tokens`` tokens: [rows, tokens]."""
     return np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32)
 
 

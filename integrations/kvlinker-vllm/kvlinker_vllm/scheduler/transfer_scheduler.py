@@ -42,7 +42,7 @@ FORGET = None, False
 """True if vLLM is to forget its KV of a request, since a first pass placed it."""
 
 LATER = None, True
-"""Says that others have to give back blocks first."""
+"""The answer that other requests must free blocks first."""
 
 MOST_SECONDS_WITHOUT_BLOCKS = 30.0
 """The seconds from its arrival for which a request waits for others' blocks."""
@@ -94,7 +94,7 @@ class _TransferRequest:
     found: int = 0
     """The tokens that vLLM had in its prefix cache when it began with the request."""
 
-    given_up: bool = False
+    computed_in_full: bool = False
     """True if a chunk vanished or linking failed, so that vLLM computes the request."""
 
     waits: bool = True
@@ -157,7 +157,7 @@ class TransferScheduler:
         given up if a chunk is gone already; one that goes later is the workers' to notice.
         """
         try:
-            plan = self._signer.verified(params, tokens)
+            plan = self._signer.verify(params, tokens)
         except InvalidRequestError as error:
             logger.warning("Request %s is not linked: %s", request_id, error)
             return
@@ -177,9 +177,9 @@ class TransferScheduler:
             logger.warning(
                 "Request %s is computed in full: chunk %s is gone.", request_id, missing[0]
             )
-            request.given_up = True
+            request.computed_in_full = True
 
-    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
+    def match(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
         """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that
         vLLM has, and whether the request has to wait for it; ``FORGET`` or ``LATER`` where vLLM has
         to ask again.
@@ -193,9 +193,9 @@ class TransferScheduler:
         plan = request.plan
         if request.queued is None and not plan.second_pass:
             request.found = local
-        if plan.second_pass and local and (request.given_up or self._windows is not None):
+        if plan.second_pass and local and (request.computed_in_full or self._windows is not None):
             return FORGET
-        if request.given_up or request.measured is not None or local >= plan.linked:
+        if request.computed_in_full or request.measured is not None or local >= plan.linked:
             return 0, False
         room = self._windows.room_for(plan, local, tokens) if self._windows else Room.NOW
         if room is not Room.NOW:
@@ -203,13 +203,13 @@ class TransferScheduler:
             if room is Room.LATER and waited < MOST_SECONDS_WITHOUT_BLOCKS:
                 return LATER
             logger.warning("Request %s is computed in full: no blocks are left.", request_id)
-            request.given_up = True
+            request.computed_in_full = True
             return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
         return plan.linked - local, request.waits
 
-    def allocated(
+    def begin_transfer(
         self,
         request_id: str,
         tokens: Sequence[int],
@@ -219,7 +219,7 @@ class TransferScheduler:
         vllms: Any = None,
     ) -> None:
         """Begin to link the request in its blocks, by group: vLLM expects ``external`` tokens, as
-        ``matched`` returned. ``vllms`` is vLLM's own request."""
+        ``match`` returned. ``vllms`` is vLLM's own request."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -230,7 +230,7 @@ class TransferScheduler:
         begin = request.plan.linked - external
         blocks: BlockIds = tuple(map(tuple, block_ids))
         if self._windows is not None:
-            complete = self._windows.completed(request_id, request.plan, begin, blocks, vllms)
+            complete = self._windows.complete(request_id, request.plan, begin, blocks, vllms)
             blocks = complete or ()
         self._started.append(
             StartedTransfer(
@@ -280,7 +280,7 @@ class TransferScheduler:
         if self._busy and slices:
             self._tell_target()
         placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
-        self._throttle.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
+        self._throttle.note_plan(StepWork(placed, computed, prefilled_tokens, self._busy))
         aborted = tuple(self._aborted)
         self._started.clear()
         self._aborted.clear()
@@ -288,24 +288,24 @@ class TransferScheduler:
 
     def note_report(self, report: StepReport) -> None:
         """Note the workers' report of a step that is done; there is one report for every step."""
-        self._throttle.ended()
+        self._throttle.note_end()
         self._memory.note(report.held, report.evicted)
         for request_id, workers in report.loaded.items():
             if request_id in self._waiting:
                 self._waiting[request_id].loaded += workers
         for request_id in report.failed & self._requests.keys():
-            self._requests[request_id].given_up = True
+            self._requests[request_id].computed_in_full = True
         for request_id in report.measured.keys() & self._requests.keys():
             self._requests[request_id].measured = report.measured[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
-        """Note that the transfers of these requests have ended or were given up."""
+        """Note that the transfers of these requests have ended or failed."""
         for request_id in finished:
             self._forget_progress(request_id)
             if self._windows is not None:
                 self._windows.release(request_id)
 
-    def finished(self, request_id: str) -> dict[str, Any] | None:
+    def finish(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request that has ended, or was aborted. Returns the outcome of linking for its
         output."""
         if request_id in self._waiting:
@@ -315,7 +315,7 @@ class TransferScheduler:
         if request is None:
             return None
         outcome = TransferOutcome(
-            linked=not request.given_up,
+            linked=not request.computed_in_full,
             queued=request.queued or 0.0,
             found=request.found,
             measured=request.measured,

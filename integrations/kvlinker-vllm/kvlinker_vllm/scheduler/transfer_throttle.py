@@ -156,16 +156,16 @@ class TransferThrottle:
         self._waiting = min(max(waiting, 1), MOST_WAITING)
 
     def idle(self) -> None:
-        """Empty the bucket, since nothing is to be linked; what it owes it still owes."""
+        """Empty the bucket, since no request is to be linked. Owed time stays owed."""
         self._bucket = min(self._bucket, 0.0)
 
-    def planned(self, work: StepWork) -> None:
+    def note_plan(self, work: StepWork) -> None:
         """Note the work of the next step."""
         price = self._price(work) if work.busy else 0.0
         self._under_way.append((work, price))
         self._bucket -= price
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """Note that the oldest step is done. Steps follow each other closely as long as vLLM
         computes something."""
         now = self._clock()
@@ -221,14 +221,14 @@ class TransferThrottle:
         if work.links and work.prefilled:
             extra = max(extra - work.prefilled * self._computed_price, LEAST_SECONDS)
         elif work.prefilled:
-            self._computed = _smoothed(self._computed, extra / work.prefilled)
+            self._computed = _smooth(self._computed, extra / work.prefilled)
         elif work.computed and not work.placed:
-            self._computed = _smoothed(self._computed, extra / work.computed)
+            self._computed = _smooth(self._computed, extra / work.computed)
         elif work.placed and not work.computed:
-            self._placed = _smoothed(self._placed, extra / work.placed)
+            self._placed = _smooth(self._placed, extra / work.placed)
         level = self._bucket + (self._slowdown - 1) * self._share - (extra if work.links else 0.0)
         self._bucket = max(-MOST_OWED * self._plain_seconds, min(level, CAPACITY * self._share))
 
 
-def _smoothed(old: float | None, new: float) -> float:
+def _smooth(old: float | None, new: float) -> float:
     return new if old is None else (1 - SMOOTHING) * old + SMOOTHING * new

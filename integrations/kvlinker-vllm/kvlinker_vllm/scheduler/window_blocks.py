@@ -50,13 +50,13 @@ class WindowBlocks:
             first = begin // size
             if group.window is not None:
                 first = max(first, (plan.linked - group.window) // size)
-                wanted += sum(block < first for block in _needed(group, plan, begin))
+                wanted += sum(block < first for block in _needed_blocks(group, plan, begin))
             wanted += last - first
         if wanted <= self._pool.free:
             return Room.NOW
         return Room.LATER if wanted <= self._pool.total else Room.NEVER
 
-    def completed(
+    def complete(
         self,
         request_id: str,
         plan: TransferPlan,
@@ -70,7 +70,7 @@ class WindowBlocks:
         before: list[tuple[int, int]] = []  # groups and blocks that vLLM has cached
         behind: list[tuple[int, int]] = []
         for number, group in enumerate(self._groups):
-            for block in _needed(group, plan, begin):
+            for block in _needed_blocks(group, plan, begin):
                 if complete[number][block] == NO_BLOCK:
                     cached = block * group.block_size < begin
                     (before if cached else behind).append((number, block))
@@ -96,8 +96,9 @@ class WindowBlocks:
             self._pool.give_back(borrowed)
 
 
-def _needed(group: CacheGroup, plan: TransferPlan, begin: int) -> list[int]:
-    """Return the numbers of the blocks that are computed from ``begin`` on, or seen by what is."""
+def _needed_blocks(group: CacheGroup, plan: TransferPlan, begin: int) -> list[int]:
+    """Return the numbers of the blocks that are computed from ``begin`` on, and of those that the
+    computed tokens see."""
     if group.window is None:
         return []
     needed: set[int] = set()

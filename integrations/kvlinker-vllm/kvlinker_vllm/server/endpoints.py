@@ -123,7 +123,7 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
             param="kv_transfer_config",
         )
     options = dict(transfer.kv_connector_extra_config)
-    ConnectorOptions.taken_from(options)
+    ConnectorOptions.pop_from(options)
     model = vllm_config.model_config
     served = getattr(args, "served_model_name", None)
     settings = connector_settings(

@@ -15,7 +15,7 @@ Answer = dict[str, Any]
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body of a request; what came of it where the client has gone."""
+    """Return the whole body of a request, or the part that came before its client disconnected."""
     parts: list[bytes] = []
     more = True
     while more:
@@ -25,7 +25,7 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that gives ``body`` first, and then the remaining messages."""
     given = False
 
@@ -74,7 +74,7 @@ class AnswerEditor:
         elif message["type"] == "http.response.body" and self._streams:
             await self._send({**message, "body": self._events(message)})
         elif message["type"] == "http.response.body" and self._start is not None:
-            await self._whole(message)
+            await self._collect_body(message)
         else:
             await self._send(message)
 
@@ -87,13 +87,13 @@ class AnswerEditor:
         else:
             await self._send(message)
 
-    async def _whole(self, message: Message) -> None:
+    async def _collect_body(self, message: Message) -> None:
         """Keep a part of a JSON body, and send the whole with its last one."""
         self._rest += message.get("body", b"")
         if message.get("more_body", False):
             return
         assert self._start is not None
-        body = self._edited(self._rest)
+        body = self._edit_body(self._rest)
         MutableHeaders(scope=self._start)["content-length"] = str(len(body))
         await self._send(self._start)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -107,9 +107,9 @@ class AnswerEditor:
 
     def _event(self, event: bytes) -> bytes:
         head, mark, data = event.partition(b"data: ")
-        return head + mark + self._edited(data) if data.startswith(b"{") else event
+        return head + mark + self._edit_body(data) if data.startswith(b"{") else event
 
-    def _edited(self, body: bytes) -> bytes:
+    def _edit_body(self, body: bytes) -> bytes:
         answer = json.loads(body)
         if not isinstance(answer, dict) or "choices" not in answer:
             return body

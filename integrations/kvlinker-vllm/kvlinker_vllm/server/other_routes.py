@@ -91,10 +91,10 @@ def _across(
 ) -> Callable[..., Awaitable[T]]:
     """Return a function for another event loop that calls ``call`` in ``loop``."""
 
-    async def crossing(*values: Any) -> T:
-        async def called() -> T:
+    async def cross(*values: Any) -> T:
+        async def call_there() -> T:
             return await call(*values)
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call_there(), loop))
 
-    return crossing
+    return cross

@@ -51,7 +51,7 @@ from kvlinker_vllm.server.forwarding import (
     Answer,
     AnswerEditor,
     json_bytes,
-    replayed,
+    replay_body,
     with_length,
 )
 from kvlinker_vllm.server.route_override import OUTER, RouteOverride
@@ -121,7 +121,7 @@ class OverridingRoutes:
         plain = _plain_fields(fields)
         plain["messages"] = [_plain_message(message) for message in fields["messages"]]
         if isinstance(fields.get("tools"), list):
-            plain["tools"] = [_unmarked(tool) for tool in fields["tools"]]
+            plain["tools"] = [_strip_marks(tool) for tool in fields["tools"]]
         try:
             asked = ChatCompletionRequest.model_validate(copy.deepcopy(plain))
         except (ValidationError, VLLMValidationError):
@@ -153,7 +153,7 @@ class OverridingRoutes:
             prepared = await self._prepare(found, link, tenant, n=body.n or 1)
         plain.pop("documents", None)
         plain["kv_transfer_params"] = {**prepared.params, "prompt_token_ids": prepared.tokens}
-        return self._linked(plain, found, prepared, tenant)
+        return self._forward_linked(plain, found, prepared, tenant)
 
     async def complete(
         self,
@@ -196,7 +196,7 @@ class OverridingRoutes:
             prepared = await self._prepare(found, link, tenant, n=body.n or 1)
         plain["prompt"] = prepared.tokens
         plain["kv_transfer_params"] = dict(prepared.params)
-        return self._linked(plain, found, prepared, tenant)
+        return self._forward_linked(plain, found, prepared, tenant)
 
     def _template_options(
         self, asked: ChatCompletionRequest, given: Sequence[Mapping[str, Any]]
@@ -238,7 +238,7 @@ class OverridingRoutes:
         await run_in_threadpool(workflows.begin, step, expected, read.keys, tenant=tenant)
         return prepared
 
-    def _linked(
+    def _forward_linked(
         self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str
     ) -> Response:
         plain["cache_salt"] = prepared.salt
@@ -309,7 +309,7 @@ class _Forwarded(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outer = with_length(scope[OUTER], len(self._content))
-        receive = replayed(self._content, receive)
+        receive = replay_body(self._content, receive)
         if self._answer is None:
             return await self._override.pass_on(outer, receive, send)
         editor = AnswerEditor(send, self._answer.edit)
@@ -342,10 +342,10 @@ def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": ""} if part["type"] == "context_cache" else _unmarked(part)
+    return {"type": "text", "text": ""} if part["type"] == "context_cache" else _strip_marks(part)
 
 
-def _unmarked(given: Any) -> Any:
+def _strip_marks(given: Any) -> Any:
     """Return a part or a tool without its marks."""
     return (
         {name: value for name, value in given.items() if name not in MARKS}

@@ -1,5 +1,5 @@
-"""Decides who answers a request in vLLM's own server: vLLM, or kvlinker if it contains context
-caches."""
+"""Decides whether vLLM or kvlinker answers a request in vLLM's own server: kvlinker, if it contains
+context caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.edge.guards import with_version
-from kvlinker_vllm.server.forwarding import read_body, replayed
+from kvlinker_vllm.server.forwarding import read_body, replay_body
 
 OUTER = "kvlinker.outer"
 """The key in a scope under which kvlinker's application finds the one that vLLM's application
@@ -75,7 +75,7 @@ class RouteOverride(BaseRoute):
         scope = self._with_version(scope)
         if self._is_vllms(scope):
             body = await read_body(receive)
-            receive = replayed(body, receive)
+            receive = replay_body(body, receive)
             if scope["method"] != "POST" or not is_linked(body):
                 return await self.pass_on(scope, receive, send)
         return await self.app({**scope, OUTER: scope}, receive, send)

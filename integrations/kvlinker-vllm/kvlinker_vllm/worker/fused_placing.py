@@ -202,8 +202,8 @@ def _require_same(
     for group in range(len(bound.groups)):  # one by one, since they share memory
         parts = [[part] if other == group else [] for other in range(len(bound.groups))]
         caches = [tensor for pair in placing.caches(group) for tensor in pair]
-        expected = _placed(layer_launches(layers, parts), caches, placing.form)
-        ours = _placed(placing.launches(parts), caches, placing.form)
+        expected = _place_and_read(layer_launches(layers, parts), caches, placing.form)
+        ours = _place_and_read(placing.launches(parts), caches, placing.form)
         errors = [
             float((one - other).norm() / other.norm())
             for one, other in zip(ours, expected, strict=True)
@@ -213,7 +213,7 @@ def _require_same(
             raise LookupError(f"the kernel places something else, by {error:.1e}")
 
 
-def _placed(
+def _place_and_read(
     launches: Iterator[Launch], caches: Sequence[Tensor], form: torch.dtype | None
 ) -> list[Tensor]:
     """Return the KV that is placed in the first slots of caches, and leave zeros there."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlinker.base.errors import UnsupportedModelError
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.chunk_kv import changed
-from kvlinker_vllm.adapter import AttentionLayer, BoundModel, rotate, watched
+from kvlinker_vllm.adapter import AttentionLayer, BoundModel, rotate, watch_attention
 
 
 def trace_layers(bound: BoundModel) -> tuple[AttentionLayer, ...]:
@@ -51,7 +51,7 @@ def trace_layers(bound: BoundModel) -> tuple[AttentionLayer, ...]:
             )
         layers.append(replace(attention, rotary=module))
 
-    with watched(bound, rotated=rotated, attended=attended):
+    with watch_attention(bound, rotated=rotated, attended=attended):
         bound.trace()
     if sorted(layer.name for layer in layers) != sorted(by_name):
         raise UnsupportedModelError(
@@ -150,25 +150,26 @@ def placed_kv(
     """Return the parts' keys, rotated by the model's own arithmetic, and values in the ``layer``
     number ``index``: [all tokens, heads, dim] on the model's device."""
     values = [part.kv.layers[index].value for part in parts]
-    return _placed_keys(layer, index, parts), _gathered(values, parts)
+    return _placed_keys(layer, index, parts), _gather(values, parts)
 
 
-def asked_kv(layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]) -> Tensor:
-    """Return what queries are multiplied by of the parts in the ``layer`` number ``index``,
-    rotated: [all tokens, heads, dim]. Values are copied only where that takes them."""
+def query_operands(layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return the tensors that queries are multiplied by, of the parts in the ``layer`` number
+    ``index``, rotated: [all tokens, heads, dim]. Values are copied only where they are among
+    them."""
     if layer.keeps_latents:
-        return layer.asked(*placed_kv(layer, index, parts))
+        return layer.query_operand(*placed_kv(layer, index, parts))
     return _placed_keys(layer, index, parts)
 
 
 def _placed_keys(layer: AttentionLayer, index: int, parts: Sequence[ChunkPart]) -> Tensor:
-    keys = _gathered([part.kv.layers[index].key for part in parts], parts)
+    keys = _gather([part.kv.layers[index].key for part in parts], parts)
     if layer.rotary is None:
         return keys
     return rotate(layer.rotary, torch.cat([part.positions for part in parts]), keys)
 
 
-def _gathered(chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
+def _gather(chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
     """Gather all parts from their ``chunks`` [heads, tokens, dim], as [all tokens, heads, dim].
 
     A chunk is copied to another device as it lies in memory, which waits for nothing if that is

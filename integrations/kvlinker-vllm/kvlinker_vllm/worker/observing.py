@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvlinker.engines.contract.attention import attention_weights
 from kvlinker_vllm.adapter import AttentionLayer, BoundModel
-from kvlinker_vllm.protocol.transfer_plan import packed
-from kvlinker_vllm.worker.layers import ChunkPart, asked_kv, placed_kv
+from kvlinker_vllm.protocol.transfer_plan import pack_figures
+from kvlinker_vllm.worker.layers import ChunkPart, placed_kv, query_operands
 from kvlinker_vllm.worker.recording import AttentionCall, RecordedRows
 
 
@@ -35,7 +35,7 @@ class QuestionObservation:
         request's last token, with which the rows have all ``parts``; those that are unplaced are
         placed, before the layer attends."""
         attention, parts = self._layers[layer], rows.parts
-        asked = attention.asked(call.key, call.value)
+        asked = attention.query_operand(call.key, call.value)
         self._computed[layer].append((rows.begin, asked.clone()))
         if not parts:
             return
@@ -58,11 +58,11 @@ class QuestionObservation:
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
         attention = self._layers[layer]
         if not self.unplaced:
-            return asked_kv(attention, layer, parts)
+            return query_operands(attention, layer, parts)
         key, value = placed_kv(attention, layer, parts)
         attention.write(key, value, torch.cat([part.slots for part in parts]))
-        return attention.asked(key, value)
+        return attention.query_operand(key, value)
 
     def finish(self) -> bytes:
-        """Return the attention over the heads of all workers, which all have to ask for it."""
-        return packed(self._bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy())
+        """Return the attention over the heads of all workers. Every worker calls it."""
+        return pack_figures(self._bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy())

@@ -38,7 +38,7 @@ from kvlinker_vllm.worker.recording import (
     ChunkCapture,
     KVComparison,
     RecordedRows,
-    recording,
+    record_attention,
 )
 
 logger = logging.getLogger("kvlinker.vllm.worker.passes")
@@ -79,7 +79,7 @@ class TransferTask:
                 return [[] for _ in bound.groups]
             for group, found in enumerate(placed):
                 for first, last in self._within(bound, group, part):
-                    found.append(self._placed(bound, group, part, kv, first, last))
+                    found.append(self._chunk_part(bound, group, part, kv, first, last))
         return placed
 
     def whole_parts(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
@@ -92,7 +92,7 @@ class TransferTask:
                 kv = self._kv(part)
                 if kv is None:
                     return
-                yield self._placed(bound, 0, part, kv, part.first, part.last)
+                yield self._chunk_part(bound, 0, part, kv, part.first, part.last)
 
     def _kv(self, part: PlacedPart) -> ChunkKV | None:
         kvs = self.loaded.result()
@@ -124,7 +124,7 @@ class TransferTask:
                     min(part.last, (last + 1) * size - start),
                 )
 
-    def _placed(
+    def _chunk_part(
         self, bound: BoundModel, group: int, part: PlacedPart, kv: ChunkKV, first: int, last: int
     ) -> ChunkPart:
         placed = self.started.plan.placements[part.placement]
@@ -247,16 +247,16 @@ class Passes:
         """Compute the slices' runs, each layer once all is placed in it. Raises the model's
         errors."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(run for run in runs if run.task.recorder is None):
+        for group in self._group(run for run in runs if run.task.recorder is None):
             self._forward(group)
         for kind, until in (
             (ChunkCapture, None),
             (QuestionObservation, None),  # by themselves: ``place`` counts on a single pass
             (KVComparison, COMPARED_LAYER),
         ):
-            for group in self._grouped(run for run in runs if isinstance(run.task.recorder, kind)):
+            for group in self._group(run for run in runs if isinstance(run.task.recorder, kind)):
                 rows = list(map(self._rows, group))
-                with recording(self._bound, self._layers, rows, until=until):
+                with record_attention(self._bound, self._layers, rows, until=until):
                     self._forward(group, eager=True)
 
     def _forward(self, runs: Sequence[_TaskRun], *, eager: bool = False) -> None:
@@ -270,7 +270,7 @@ class Passes:
                 group += own
         return parts
 
-    def _grouped(self, runs: Iterable[_TaskRun]) -> Iterator[list[_TaskRun]]:
+    def _group(self, runs: Iterable[_TaskRun]) -> Iterator[list[_TaskRun]]:
         """Group the runs, as many at once as a pass takes, and cut those that are longer than
         one."""
         group: list[_TaskRun] = []

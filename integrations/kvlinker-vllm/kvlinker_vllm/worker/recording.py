@@ -20,8 +20,8 @@ from kvlinker.engines.contract.attention import attention_weights
 from kvlinker.engines.contract.observation import ScoreCollector, mean_over_heads
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.memory.to_host import copy_to_host, finish_copies, host_room
-from kvlinker_vllm.adapter import AttentionLayer, BoundModel, watched
-from kvlinker_vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, packed
+from kvlinker_vllm.adapter import AttentionLayer, BoundModel, watch_attention
+from kvlinker_vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, pack_figures
 from kvlinker_vllm.worker.layers import ChunkPart, placed_kv
 
 
@@ -36,7 +36,7 @@ class AttentionCall(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Collects what it wants of a request's tokens, run by run in order."""
+    """Collects arguments of attention of a request's tokens, run by run in order."""
 
     def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
         """Look at one layer's ``call`` with the tokens of the ``rows``."""
@@ -62,7 +62,7 @@ class _PassIsOver(Exception):  # noqa: N818  # no error
 
 
 @contextmanager
-def recording(
+def record_attention(
     bound: BoundModel,
     layers: Sequence[AttentionLayer],
     rows: Sequence[RecordedRows],
@@ -88,7 +88,7 @@ def recording(
         if index == until:
             raise _PassIsOver
 
-    with suppress(_PassIsOver), watched(bound, rotated=rotated, attended=attended):
+    with suppress(_PassIsOver), watch_attention(bound, rotated=rotated, attended=attended):
         yield
 
 
@@ -136,7 +136,7 @@ class ChunkCapture:
                 copy_to_host(room, new[first - begin : last - begin])
         if self._scores is not None:
             attention, earlier = self._layers[layer], self._asked[layer]
-            earlier.append(attention.asked(call.key, call.value).transpose(0, 1).clone())
+            earlier.append(attention.query_operand(call.key, call.value).transpose(0, 1).clone())
             keys = torch.cat(earlier, dim=1)
             queries, options = attention.queries(call.query).transpose(0, 1), attention.options
 
@@ -146,7 +146,7 @@ class ChunkCapture:
             self._scores.observe(layer, begin, rows.count, partial(mean_over_heads, by_head))
 
     def finish(self) -> ChunkKV:
-        """Return the chunk with the heads of all workers, which all have to ask for it."""
+        """Return the chunk with the heads of all workers. Every worker calls it."""
         bound = self._bound
         finish_copies(bound.device)
         layers = tuple(
@@ -154,11 +154,11 @@ class ChunkCapture:
             for layer in self._kv
         )
         return ChunkKV(
-            layers, None if self._scores is None else _averaged(bound, *self._scores.finish())
+            layers, None if self._scores is None else _average(bound, *self._scores.finish())
         )
 
 
-def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
+def _average(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
     """Average the scores over all workers, each of which has the mean over its own heads."""
     known = scores.contextualization
     values = np.stack([scores.inter, scores.received]).astype(np.float32)
@@ -192,7 +192,6 @@ class KVComparison:
                 squares[part.begin : part.begin + len(distances)] = distances
 
     def finish(self) -> bytes:
-        """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for
-        it."""
+        """Return the ``KVDeviation`` over the heads of all workers. Every worker calls it."""
         mean = self._bound.mean_over_workers(self._squares).cpu()
-        return packed((mean * (self._layer.total_heads / self._layer.heads)).numpy())
+        return pack_figures((mean * (self._layer.total_heads / self._layer.heads)).numpy())

@@ -23,7 +23,7 @@ from kvlinker.store import ChunkKV
 from kvlinker_vllm.adapter import AttentionLayer, BoundModel, VirtualSequences
 from kvlinker_vllm.protocol.transfer_plan import CapturedChunk
 from kvlinker_vllm.worker.layers import ChunkPart, own_heads, place
-from kvlinker_vllm.worker.recording import ChunkCapture, RecordedRows, recording
+from kvlinker_vllm.worker.recording import ChunkCapture, RecordedRows, record_attention
 
 FARTHEST = 1000
 """The most positions by which the prompt is moved."""
@@ -77,8 +77,8 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     around = ((0, begin), (end, length))
 
     capture = subject.capture()
-    with recording(subject.bound, subject.layers, [RecordedRows(0, length, 0, capture)]):
-        own = subject.computed([(0, length)])
+    with record_attention(subject.bound, subject.layers, [RecordedRows(0, length, 0, capture)]):
+        own = subject.compute([(0, length)])
     if not own.isfinite().all():
         raise UnsupportedModelError(
             f"vLLM's own pass of {type(subject.bound.model).__name__} gives numbers that are not"
@@ -88,12 +88,12 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
 
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)
-    again = subject.computed(SCATTERED)
+    again = subject.compute(SCATTERED)
     recompute = SelfTestCheck(
         "recompute", "scattered tokens computed again over garbage", _error(again, own), allowed
     )
 
-    there = subject.computed([(0, length)], moved=moved)
+    there = subject.compute([(0, length)], moved=moved)
     relocate = SelfTestCheck(
         "relocate",
         f"the prompt computed {moved} positions further on",
@@ -107,13 +107,13 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
     link = SelfTestCheck(
         "link",
         "stored KV placed where it was computed",
-        _error(subject.computed(around), own),
+        _error(subject.compute(around), own),
         allowed,
     )
 
     subject.fill(0, length, GARBAGE)
     subject.place(kv, moved=moved)
-    placed = subject.computed(around, moved=moved)
+    placed = subject.compute(around, moved=moved)
     move = SelfTestCheck(
         "move", f"stored KV placed {moved} positions further on", _error(placed, there), allowed
     )
@@ -135,7 +135,7 @@ class _Subject:
         chunk = CapturedChunk(key="0" * 64, begin=CHUNK[0], end=CHUNK[1])
         return ChunkCapture(chunk, self._tokens, self.layers, self.bound, with_scores=False)
 
-    def computed(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
+    def compute(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
         """Return the hidden states [tokens, hidden] of the last run, when all runs go through the
         model together."""
         positions = torch.cat([torch.arange(*run, device=self.bound.device) for run in runs])

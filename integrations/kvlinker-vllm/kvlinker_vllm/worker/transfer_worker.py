@@ -225,7 +225,7 @@ class TransferWorker:
         return newly
 
     def _carry_out(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        with self._giving_up(slices):
+        with self._fail_on_error(slices):
             for task, part in slices:
                 if part.begins_again:
                     self._begin_again(task)
@@ -235,14 +235,16 @@ class TransferWorker:
             if gone:
                 self._end(task.started.request_id, failed=True)
         rest = [each for each, gone in zip(slices, failed, strict=True) if not gone]
-        with self._giving_up(rest) if self._bound.is_alone else nullcontext():
+        with self._fail_on_error(rest) if self._bound.is_alone else nullcontext():
             self._passes.compute(rest)
         for task, part in rest:
             if part.is_last:
                 self._complete(task)
 
     @contextmanager
-    def _giving_up(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> Iterator[None]:
+    def _fail_on_error(
+        self, slices: Sequence[tuple[TransferTask, TransferSlice]]
+    ) -> Iterator[None]:
         """Mark the slices' tasks as failed if the block raises."""
         try:
             yield

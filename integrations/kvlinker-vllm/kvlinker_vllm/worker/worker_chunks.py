@@ -35,8 +35,8 @@ class WorkerChunks:
         codec: Codec = RAW,
         pins: bool = False,
     ) -> None:
-        """Open the folder, in which ``codec`` is how files are written. With ``pins``, chunks lie
-        in pinned memory, which devices read without anybody waiting.
+        """Open the folder, whose files are written by ``codec``. With ``pins``, chunks lie in
+        pinned memory, which devices read while the host goes on.
 
         Raises StoreError if it cannot be used.
         """
@@ -108,7 +108,7 @@ class WorkerChunks:
             if key in self._index or not self._index.fits(kv.nbytes):
                 return kv
             for old, _ in self._index.make_room(kv.nbytes):
-                self._left(old)
+                self._note_eviction(old)
             self._index.add(key, kv.nbytes)
             self._memory[key] = kv
             self._came.add(key)
@@ -126,9 +126,9 @@ class WorkerChunks:
 
     def _forget(self, key: str) -> None:
         self._index.remove(key)
-        self._left(key)
+        self._note_eviction(key)
 
-    def _left(self, key: str) -> None:
+    def _note_eviction(self, key: str) -> None:
         del self._memory[key]
         self._came.discard(key)
         self._evicted.add(key)

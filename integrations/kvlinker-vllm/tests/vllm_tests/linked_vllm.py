@@ -186,17 +186,17 @@ class LinkedVLLM:
     def local_hits(self):
         """Note how many tokens of each linked request vLLM's prefix cache has, in order."""
         found: list[int] = []
-        matched = self.linking.matched
+        matched = self.linking.match
 
         def noted(request_id, local, tokens):
             found.append(local)
             return matched(request_id, local, tokens)
 
-        self.linking.matched = noted
+        self.linking.match = noted
         try:
             yield found
         finally:
-            del self.linking.matched
+            del self.linking.match
 
     def abort(self, name):
         self._engine.abort_request([name])

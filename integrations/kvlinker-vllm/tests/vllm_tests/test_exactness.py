@@ -357,13 +357,13 @@ def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(
 ):
     """But for the last block, which is not full; the first choice still decodes then."""
     found = {}
-    matched = linked.linking.matched
+    matched = linked.linking.match
 
     def noted(request_id, local, tokens):
         found[request_id] = local
         return matched(request_id, local, tokens)
 
-    monkeypatch.setattr(linked.linking, "matched", noted)
+    monkeypatch.setattr(linked.linking, "match", noted)
     salt = secrets.token_hex(4)
     first = linked.submit(prompt, "legolink-16", salt=salt, max_tokens=30)
     while not linked.generated(first):

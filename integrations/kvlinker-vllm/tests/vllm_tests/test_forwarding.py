@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from kvlinker_vllm.server.forwarding import AnswerEditor, read_body, replayed, with_length
+from kvlinker_vllm.server.forwarding import AnswerEditor, read_body, replay_body, with_length
 from kvlinker_vllm.server.route_override import is_linked
 
 START: Message = {
@@ -81,7 +81,7 @@ async def test_a_body_is_read_and_given_again() -> None:
         return given.pop(0)
 
     body = await read_body(receive)
-    again = replayed(body, receive)
+    again = replay_body(body, receive)
     assert await again() == {"type": "http.request", "body": b"abc", "more_body": False}
     assert (await again())["type"] == "http.disconnect"
     scope = with_length({"headers": [(b"content-length", b"9"), (b"host", b"h")]}, 3)

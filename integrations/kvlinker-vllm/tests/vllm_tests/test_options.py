@@ -19,7 +19,7 @@ from kvlinker_vllm.worker.worker_chunks import WorkerChunks
 
 def test_the_connectors_own_options_are_taken_out():
     options = {"slice_tokens": 9, "policy": "naive"}
-    assert ConnectorOptions.taken_from(options).slice_tokens == 9
+    assert ConnectorOptions.pop_from(options).slice_tokens == 9
     assert connector_settings(options).policy == "naive"
 
 

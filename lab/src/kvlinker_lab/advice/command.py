@@ -86,8 +86,8 @@ def advise(
     """
     from kvlinker.linking import parse_policy
     from kvlinker.quality.bench.harness.benchmark import Setup
-    from kvlinker_lab.advice.probing import advise as measure
-    from kvlinker_lab.advice.recommendation import explain_recommendation, recommended
+    from kvlinker_lab.advice.measurement import advise as measure
+    from kvlinker_lab.advice.recommendation import explain_recommendation, recommend
 
     with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)
@@ -98,7 +98,7 @@ def advise(
         advice = measure(
             subject, settings, name, context_tokens=length, prices=prices, progress=progress
         )
-    chosen = recommended(advice.tiers)
+    chosen = recommend(advice.tiers)
     report = subject.report([_row(tier, chosen) for tier in advice.tiers])
     measured = {
         "percent": round(advice.percent, 2),

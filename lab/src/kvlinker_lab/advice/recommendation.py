@@ -100,7 +100,7 @@ class TierFigures:
         return self.price_per_gb * self.bytes_per_token * 1e6 / _GB
 
 
-def recommended(tiers: Sequence[TierFigures]) -> TierFigures | None:
+def recommend(tiers: Sequence[TierFigures]) -> TierFigures | None:
     """Return the cheapest tier whose loading is hidden, the faster one of two that cost the same;
     None if none is."""
     hidden = [tier for tier in tiers if tier.hidden]
@@ -110,10 +110,10 @@ def recommended(tiers: Sequence[TierFigures]) -> TierFigures | None:
 
 
 def explain_recommendation(tiers: Sequence[TierFigures]) -> list[str]:
-    """Say in sentences what is recommended and what cheaper tiers would add, or what would hide
+    """Describe the recommended tier and the time that cheaper tiers would add, or the ways to hide
     loading."""
     by_price = sorted(tiers, key=lambda tier: tier.price_per_million_tokens)
-    chosen = recommended(tiers)
+    chosen = recommend(tiers)
     if chosen is None:
         return [
             "No tier's loading is hidden. What there is:",
@@ -126,7 +126,7 @@ def explain_recommendation(tiers: Sequence[TierFigures]) -> list[str]:
             " computation."
         ),
         *(
-            f"- {tier.tier} is cheaper, and adds {_added(tier)}"
+            f"- {tier.tier} is cheaper, and adds {_describe_added(tier)}"
             for tier in by_price
             if tier.price_per_million_tokens < chosen.price_per_million_tokens
         ),
@@ -138,7 +138,7 @@ def _ways_out(by_price: Sequence[TierFigures]) -> list[str]:
     found = []
     for tier in by_price:
         if not tier.overlaps:
-            found.append(f"the {tier.tier} tier adds {_added(tier)}")
+            found.append(f"the {tier.tier} tier adds {_describe_added(tier)}")
         elif tier.hidden_percent < 100:
             percent = math.ceil(10 * tier.hidden_percent) / 10
             found.append(
@@ -148,7 +148,7 @@ def _ways_out(by_price: Sequence[TierFigures]) -> list[str]:
     return found or ["computing everything: no tier delivers as fast as the model computes"]
 
 
-def _added(tier: TierFigures) -> str:
+def _describe_added(tier: TierFigures) -> str:
     text = f"{1e3 * tier.added_seconds:.0f} ms"
     if tier.overlaps:
         return text

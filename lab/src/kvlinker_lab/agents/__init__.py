@@ -1,1 +1,1 @@
-"""Holds what agents are measured on: workflows whose requests hand answers on."""
+"""Workflows whose requests hand answers on, which agents are measured on."""

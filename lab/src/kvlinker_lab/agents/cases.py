@@ -129,14 +129,14 @@ def _turns(
             **options,
         )
         yield turn, answer
-        said.append(_spoken(llm, answer))
+        said.append(_prompt_part(llm, answer))
         if answer.kept is not None and answer.kept.id is not None:
             for later, other in enumerate(turns[place + 1 :], place + 1):
                 if place in other.hears:
                     flow.uses(str(later), answer.kept.id)
 
 
-def _spoken(llm: LLM, answer: Answer) -> Any:
+def _prompt_part(llm: LLM, answer: Answer) -> Any:
     """Return an answer as a part of the next prompt: its context cache, or its text."""
     if answer.kept is None or answer.kept.id is None:
         return answer.text

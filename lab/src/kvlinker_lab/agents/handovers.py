@@ -39,13 +39,13 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     ELSEWHERE: ("naive", "legolink-4", "query-5", "apart-5", "deviating-5"),
     "clean": ("naive", "legolink-4", "query-5"),
 }
-"""How the prompt has what others said, and the policies that each is asked under: as text; with the
-KV that decoding computed, behind what stands before it here or behind another question's passages;
-or computed alone.
+"""The forms of other agents' answers in the prompt, and the policies of each: as text; with the KV
+that decoding computed, behind the same prompt or behind another question's passages; or computed
+alone.
 
-Two policies choose the tokens that deviate most: ``apart`` the KV that was kept from that of the
-same text computed alone, which a server could know; ``deviating`` from that of this very prompt in
-full, which none can know: an upper bound.
+Two policies choose the tokens that deviate most: ``apart`` compares the kept KV with that of the
+same text computed alone, which a server could know. ``deviating`` compares it with that of this
+very prompt in full, which no server can know: an upper bound.
 """
 
 
@@ -96,7 +96,7 @@ class Handovers:
             if way in self.ways
         ]
         with ThreadPoolExecutor() as at_once:
-            kept = list(at_once.map(lambda agent: self._said(agent[2], passages[agent[1]]), agents))
+            kept = list(at_once.map(lambda agent: self._say(agent[2], passages[agent[1]]), agents))
         for (way, place, _), answer in zip(agents, kept, strict=True):
             if answer is None:
                 return {}
@@ -105,19 +105,19 @@ class Handovers:
             contents["marks"][place] = example.passages[place]
         trials = {way: self._trial(example, contents[way]) for way in self.ways}
         full = self._trial(example, contents["marks"]).run(REFERENCE)
-        answers = {REFERENCE: full.compared(full, example, REFERENCE)}
+        answers = {REFERENCE: full.compare(full, example, REFERENCE)}
         for way in self.ways:
-            found = self._deviating(contents, way) if way in (RELAY, ELSEWHERE) else {}
+            found = self._deviation_policies(contents, way) if way in (RELAY, ELSEWHERE) else {}
             for policy in WAYS[way]:
                 name = f"{way} {policy}"
                 run = trials[way].run(found.get(policy, policy))
-                answers[name] = run.compared(full, example, name)
+                answers[name] = run.compare(full, example, name)
         return answers
 
     def _trial(self, example: Question, content: Sequence[Any]) -> QuestionTrial:
         return QuestionTrial.of(example, self.llm, _messages(content, example.question))
 
-    def _said(self, read: Sequence[str], passage: ContextCache) -> ContextCache | None:
+    def _say(self, read: Sequence[str], passage: ContextCache) -> ContextCache | None:
         """Return the kept answer of an agent that has read these texts, computed as they are, and
         says a passage; None where the answer is not sampled in the tokens of the passage."""
         answer = self.llm.chat_completion(
@@ -133,7 +133,9 @@ class Handovers:
         found = self.llm.caches.get(answer.kept.id, tenant=DEFAULT_TENANT)
         return found if found.chunk.tokens == passage.chunk.tokens else None
 
-    def _deviating(self, contents: Mapping[str, Sequence[Any]], way: str) -> dict[str, Policy]:
+    def _deviation_policies(
+        self, contents: Mapping[str, Sequence[Any]], way: str
+    ) -> dict[str, Policy]:
         """Return the policies that choose what deviates most in a prompt."""
         messages = _messages(contents[way], "?")
         kept = self.inspector.inspect(messages, "naive")

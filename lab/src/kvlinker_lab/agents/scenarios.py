@@ -1,4 +1,4 @@
-"""Workflows of agents: who reads which documents, and whose answers, in which order."""
+"""Workflows of agents: the documents and the answers that each agent reads, in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCENARIOS: Mapping[str, tuple[Turn, ...]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """Says how much is asked, and how."""
+    """The sizes of a scenario."""
 
     workflows: int
     document_tokens: int

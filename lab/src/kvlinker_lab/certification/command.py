@@ -64,7 +64,7 @@ def certify(
     """
     from kvlinker.quality.bench.harness.report import empty_figure
     from kvlinker.service.audit.certificate import certificate_path
-    from kvlinker_lab.certification.certifying import certify as measure
+    from kvlinker_lab.certification.measurement import certify as measure
     from kvlinker_lab.certification.page import certificate_page
 
     with failures(BAD_USAGE):

@@ -32,7 +32,7 @@ Disturbance = Callable[[float], AbstractContextManager[None]]
 
 
 @contextmanager
-def undisturbed(seconds: float) -> Iterator[None]:
+def disturb_nothing(seconds: float) -> Iterator[None]:
     """Disturb nothing."""
     yield
 
@@ -61,12 +61,12 @@ def paused_processes(commands: Sequence[Sequence[str]]) -> Iterator[list[int]]:
             process.communicate()
 
 
-def beside(processes: Sequence[int]) -> Disturbance:
+def compute_beside(processes: Sequence[int]) -> Disturbance:
     """Let paused processes compute during the whole measurement."""
 
     @contextmanager
     def disturb(seconds: float) -> Iterator[None]:
-        with _pausing(processes):
+        with _pause_at_end(processes):
             _signal(processes, signal.SIGCONT)
             time.sleep(SETTLING)
             yield
@@ -74,13 +74,13 @@ def beside(processes: Sequence[int]) -> Disturbance:
     return disturb
 
 
-def arriving(processes: Sequence[int]) -> Disturbance:
+def compute_from_middle(processes: Sequence[int]) -> Disturbance:
     """Let paused processes compute from the middle of the measurement on."""
 
     @contextmanager
     def disturb(seconds: float) -> Iterator[None]:
         timer = threading.Timer(seconds / 2, _signal, (processes, signal.SIGCONT))
-        with _pausing(processes):
+        with _pause_at_end(processes):
             timer.start()
             try:
                 yield
@@ -91,7 +91,7 @@ def arriving(processes: Sequence[int]) -> Disturbance:
     return disturb
 
 
-def creating(create_chunk: Callable[[], object]) -> Disturbance:
+def create_chunks(create_chunk: Callable[[], object]) -> Disturbance:
     """Create one chunk after another during the measurement; ``create_chunk`` returns when it has
     created one."""
 
@@ -150,7 +150,7 @@ def join(group: Path) -> None:
 
 
 @contextmanager
-def _pausing(processes: Sequence[int]) -> Iterator[None]:
+def _pause_at_end(processes: Sequence[int]) -> Iterator[None]:
     """Pause ``processes`` in the end."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs a model in kvlinker's engines or in llama.cpp, with what is measured of each."""
+"""Runs a model in kvlinker's engines or in llama.cpp, with its measurements."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class System:
 
 
 @contextmanager
-def running(task: Task) -> Iterator[System]:
+def run_system(task: Task) -> Iterator[System]:
     """Run the task's system."""
     with (_llama_cpp if task.system == LLAMA_CPP else _kvlinker)(task) as system:
         yield system
@@ -87,7 +87,7 @@ def running(task: Task) -> Iterator[System]:
 
 @contextmanager
 def _kvlinker(task: Task) -> Iterator[System]:
-    with running_llm(task) as (llm, prompt):
+    with run_llm(task) as (llm, prompt):
         generator = np.random.default_rng(0)
 
         def create_chunk() -> None:
@@ -102,7 +102,7 @@ def _kvlinker(task: Task) -> Iterator[System]:
 
 
 @contextmanager
-def running_llm(task: Task) -> Iterator[tuple[LLM, Prompt]]:
+def run_llm(task: Task) -> Iterator[tuple[LLM, Prompt]]:
     """Run one of kvlinker's engines; return a prompt, too, whose chunks are cached."""
     from kvlinker.settings import load_settings
     from kvlinker_vllm.ttft_benchmark import running_vllm

@@ -15,13 +15,13 @@ from statistics import median
 from kvlinker.quality.bench.harness.measurement import seconds_of
 from kvlinker_lab.contention.disturbances import (
     Disturbance,
-    arriving,
-    beside,
-    creating,
+    compute_beside,
+    compute_from_middle,
+    create_chunks,
+    disturb_nothing,
     join,
-    undisturbed,
 )
-from kvlinker_lab.contention.systems import System, Task, running, running_llm, seconds_per_token
+from kvlinker_lab.contention.systems import System, Task, run_llm, run_system, seconds_per_token
 
 STREAMS = 2
 """Requests that are answered at once all the time: while one is prefilled, another decodes."""
@@ -31,7 +31,7 @@ def measure(task: Task) -> dict[str, dict[str, float]]:
     """Return the medians of the measurements in milliseconds, by disturbance and name."""
     if task.group is not None:
         join(Path(task.group))
-    with running(task) as system:
+    with run_system(task) as system:
         usual = {name: _warm_up(measured) for name, measured in system.measurements.items()}
         known = _disturbances(task, system)
         order = [(disturbance, name) for disturbance in task.disturbances for name in usual]
@@ -55,20 +55,20 @@ def _warm_up(measurement: Callable[[], float]) -> float:
 
 def _disturbances(task: Task, system: System) -> Mapping[str, Disturbance]:
     known = {
-        "idle": undisturbed,
-        "quota": undisturbed,  # but by the control group, which limits the process all the time
-        "busy": beside(task.busy),
-        "arriving": arriving(task.busy),
-        "another": beside(task.another),
+        "idle": disturb_nothing,
+        "quota": disturb_nothing,  # but by the control group, which limits the process all the time
+        "busy": compute_beside(task.busy),
+        "arriving": compute_from_middle(task.busy),
+        "another": compute_beside(task.another),
     }
     if system.create_chunk is not None:
-        known["creating"] = creating(system.create_chunk)
+        known["creating"] = create_chunks(system.create_chunk)
     return known
 
 
 def answer(task: Task) -> None:
     """Prefill and decode all the time, once a line is written."""
-    with running_llm(task) as (llm, prompt), ThreadPoolExecutor(STREAMS) as threads:
+    with run_llm(task) as (llm, prompt), ThreadPoolExecutor(STREAMS) as threads:
         seconds_per_token(llm.engine, prompt, "full")
         print("ready", flush=True)
 

@@ -27,11 +27,13 @@ KEPT = "exact_match_vs_full"
 def _measure(lab: Lab) -> list[Row]:
     rows = lab.examine("choices", POLICIES, limit=EXAMPLES, datasets=(DATASET,)).report.rows
     kept = {(row["task"], row["policy"]): row for row in rows if row["metric"] == KEPT}
-    return [{**row, **_kept(kept[row["task"], row["policy"]])} for row in rows if row["main"]]
+    return [
+        {**row, **_rename_columns(kept[row["task"], row["policy"]])} for row in rows if row["main"]
+    ]
 
 
-def _kept(row: Row) -> Row:
-    """Name the columns of the kept share, which stand beside those of the score."""
+def _rename_columns(row: Row) -> Row:
+    """Name the columns of the kept share, beside those of the score."""
     return {"kept": row["score"], "kept_low": row["ci_low"], "kept_high": row["ci_high"]}
 
 
@@ -52,7 +54,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 
 def _finding(rows: Sequence[Row]) -> str:
     of = {row["policy"]: row for row in rows if row["task"] == ALL_TASKS}
-    told = [
+    parts = [
         f"{name} chooses right in {row['score']:.1%} and as full in {row['kept']:.1%}"
         f" [{row['kept_low']:.1%}, {row['kept_high']:.1%}]"
         for name, row in of.items()
@@ -60,7 +62,7 @@ def _finding(rows: Sequence[Row]) -> str:
     ]
     return (
         f"of {of['full']['n']} choices full makes {of['full']['score']:.1%} right;"
-        f" {'; '.join(told)}."
+        f" {'; '.join(parts)}."
     )
 
 

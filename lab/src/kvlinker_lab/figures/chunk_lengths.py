@@ -11,7 +11,7 @@ from kvlinker.quality.evaluation.contexts import ContextSplit
 from kvlinker.quality.evaluation.task_scores import ALL_TASKS
 from kvlinker_lab.figures.drawing import score_lines
 from kvlinker_lab.figures.figure import Figure, register
-from kvlinker_lab.figures.frontier import KEPT, kept_everywhere, told_cheapest
+from kvlinker_lab.figures.frontier import KEPT, describe_cheapest, keeping_policies
 from kvlinker_lab.figures.lab import SEVERAL_PASSAGES, Lab
 
 TASKS = {"reader-long": SEVERAL_PASSAGES, "reader-hard-long": ("chain", "correction", "rule")}
@@ -77,8 +77,8 @@ def _finding(rows: Sequence[Row]) -> str:
         scores = {row["policy"]: row["score"] for row in together}
         sentences.append(
             f"On {dataset} in chunks of {length} tokens, full scores {scores['full']:.2f}, naive"
-            f" {scores['naive']:.2f}; {KEPT:.1%} of full is kept by {told_cheapest(together)}, and"
-            f" on each kind by {', '.join(kept_everywhere(members)) or 'none'}."
+            f" {scores['naive']:.2f}; {KEPT:.1%} of full is kept by {describe_cheapest(together)},"
+            f" and on each kind by {', '.join(keeping_policies(members)) or 'none'}."
         )
     return " ".join(sentences)
 

@@ -35,7 +35,7 @@ class Figure:
     draw: Callable[[Any, Sequence[Row]], None]
     """Draws rows onto an empty matplotlib figure."""
     finding: Callable[[Sequence[Row]], str]
-    """Says what was measured, in sentences with figures."""
+    """Describe the measurements, in sentences with figures."""
     table: Callable[[Sequence[Row]], Sequence[Row]] | None = None
     """Picks the rows of the table; None prints all."""
     size: tuple[float, float] = (7.0, 4.5)
@@ -43,7 +43,7 @@ class Figure:
     shape: str | None = None
     """The random weights that it times; None where it asks the reader."""
 
-    def printed(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def table_rows(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return the rows that the table shows."""
         return rows if self.table is None else self.table(rows)
 

@@ -90,7 +90,7 @@ def cheapest_by_family(rows: Sequence[Row], kept: float = KEPT) -> dict[str, Row
     }
 
 
-def told_cheapest(rows: Sequence[Row], kept: float = KEPT) -> str:
+def describe_cheapest(rows: Sequence[Row], kept: float = KEPT) -> str:
     """Name the policies of ``cheapest_by_family`` in a few words, the cheapest first."""
     cheapest = sorted(
         cheapest_by_family(rows, kept).values(), key=lambda row: row["recomputed_fraction"]
@@ -103,7 +103,7 @@ def told_cheapest(rows: Sequence[Row], kept: float = KEPT) -> str:
     )
 
 
-def kept_everywhere(rows: Sequence[Row], kept: float = KEPT) -> list[str]:
+def keeping_policies(rows: Sequence[Row], kept: float = KEPT) -> list[str]:
     """Name the policies that keep ``kept`` of full's score in every task of ``rows``, in their
     order."""
     full = {row["task"]: row["score"] for row in rows if row["policy"] == "full"}
@@ -123,15 +123,15 @@ def _finding(rows: Sequence[Row]) -> str:
         scores = {row["policy"]: row["score"] for row in together}
         sentences.append(
             f"On {dataset}, full scores {scores['full']:.2f}, naive {scores['naive']:.2f};"
-            f" {KEPT:.1%} of full is kept by {told_cheapest(together)}, and on each of its kinds by"
-            f" {', '.join(kept_everywhere(shown)) or 'none'}."
+            f" {KEPT:.1%} of full is kept by {describe_cheapest(together)}, and on each of its"
+            f" kinds by {', '.join(keeping_policies(shown)) or 'none'}."
         )
     return " ".join(sentences)
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
-    """Draw a panel per data set, and one of both as shares of full's score, with what others
-    report."""
+    """Draw a panel per data set, and one of both as shares of full's score, with the figures of
+    other systems' authors."""
     together = [row for row in rows if row["task"] == ALL_TASKS]
     *panels, shares = canvas.subplots(1, len(DATASETS) + 1)
     for axes, dataset in zip(panels, DATASETS, strict=True):

@@ -1,4 +1,4 @@
-"""Crosses what stands before a chunk while its KV is computed with the policies."""
+"""Crosses policies with the tokens before a chunk while its KV is computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvlinker.base.types.chunks import GenerationContext
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import Figure, register
-from kvlinker_lab.figures.frontier import KEPT, told_cheapest
+from kvlinker_lab.figures.frontier import KEPT, describe_cheapest
 from kvlinker_lab.figures.lab import Lab
 
 EXAMPLES = 210
@@ -84,8 +84,8 @@ def _finding(rows: Sequence[Row]) -> str:
         scores = {row["policy"]: row["score"] for row in shown}
         sentences.append(
             f"With `{context}`, full scores {scores['full']:.3f} and naive {scores['naive']:.3f};"
-            f" at least {KEPT:.1%} of full is kept by {told_cheapest(shown)}. On prose, naive adds"
-            f" {_prose_loss(rows, context, 'naive')}, legolink-1"
+            f" at least {KEPT:.1%} of full is kept by {describe_cheapest(shown)}. On prose, naive"
+            f" adds {_prose_loss(rows, context, 'naive')}, legolink-1"
             f" {_prose_loss(rows, context, 'legolink-1')}."
         )
     return " ".join(sentences)

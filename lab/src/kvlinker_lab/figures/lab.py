@@ -55,7 +55,7 @@ class OpenReader:
 
 @dataclass(frozen=True)
 class Lab:
-    """Holds what a figure is measured with."""
+    """The settings and the models that a figure is measured with."""
 
     settings: Settings
     """The settings that name the model that answers, and say how its chunks are made."""
@@ -72,7 +72,7 @@ class Lab:
         """The model that answers questions."""
         return Setup(self.settings, command=self.command).subject()
 
-    def timed(self, shape: str) -> MeasuredModel:
+    def pick_timed(self, shape: str) -> MeasuredModel:
         """Make random weights of a shape that is large enough for times to mean something."""
         return Setup(self.settings, self.shape or shape, self.command).subject()
 
@@ -105,17 +105,17 @@ class Lab:
     ) -> Quality:
         """Measure what ``kvlinker bench quality`` does, and return every example's results.
 
-        ``what`` is told while it runs. ``settings`` replace some of the lab's, ``options`` are
+        ``what`` is shown while it runs. ``settings`` replace some of the lab's, ``options`` are
         fields of ``QualityOptions``. ``limit`` examples of each data set are asked unless the lab
         has its own limit.
         """
         chosen = QualityOptions(policies=tuple(policies), limit=self.limit or limit, **options)
         changed = self.settings.model_copy(update=settings or {})
 
-        def told(_what: str, done: int = 0, total: int | None = None, /) -> None:
+        def report_progress(_what: str, done: int = 0, total: int | None = None, /) -> None:
             self.progress(what, done, total)
 
-        return run_quality(self.reader, changed, chosen, progress=told)
+        return run_quality(self.reader, changed, chosen, progress=report_progress)
 
     def first_token_times(
         self, what: str, questions: Sequence[Mapping[str, Question]], policies: Sequence[str]
@@ -123,10 +123,10 @@ class Lab:
         """Return seconds to the first token by (form, policy) for each question, given in its forms
         by name.
 
-        ``what`` is told while it runs.
+        ``what`` is shown while it runs.
         """
         times = []
-        with self._reading() as llm:
+        with self._run_reader() as llm:
             for done, forms in enumerate(questions):
                 self.progress(what, done, len(questions))
                 times.append(first_token_times(llm, forms, policies))
@@ -143,7 +143,7 @@ class Lab:
     ) -> Iterator[OpenReader]:
         """Run the reader, with the first ``limit`` questions that ``fits`` accepts, of the named
         ``tasks`` if any."""
-        with self._reading() as llm:
+        with self._run_reader() as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
             questions = (one for one in loaded.examples if isinstance(one, Question) and fits(one))
             yield OpenReader(
@@ -162,7 +162,7 @@ class Lab:
         )
 
     @contextmanager
-    def _reading(self) -> Iterator[LLM]:
+    def _run_reader(self) -> Iterator[LLM]:
         """Run the model that answers, with its chunks made as ``settings`` say."""
         made = {name: getattr(self.settings, name) for name in CONTEXT_SETTINGS}
         with self.reader.llm(disk_space=0, **made) as llm:
@@ -184,7 +184,7 @@ def first_token_times(
     ``LLM.chat_completion`` does.
     """
 
-    def asking(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
+    def make_request(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
         return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
 
     asked = {
@@ -193,7 +193,7 @@ def first_token_times(
     }
     taken = in_turn(
         {
-            (form, policy): seconds_of(asking(prompt, policy))
+            (form, policy): seconds_of(make_request(prompt, policy))
             for form, prompt in asked.items()
             for policy in policies
         },

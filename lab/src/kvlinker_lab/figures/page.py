@@ -60,7 +60,7 @@ def show_figure(
     image = Path(os.path.relpath(plot, page.parent)).as_posix()
     text = page.read_text(encoding="utf-8") if page.exists() else _INTRODUCTION
     part = _part(figure, rows, content, image)
-    page.write_text(_placed(text, figure.name, part, order), encoding="utf-8")
+    page.write_text(_insert(text, figure.name, part, order), encoding="utf-8")
 
 
 def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image: str) -> str:
@@ -68,12 +68,12 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
     return "\n\n".join(
         [
             f"## {figure.title}",
-            _wrapped(f"**{figure.source}**: {figure.claim}"),
-            _wrapped(f"**Here**: {figure.finding(rows)}"),
+            _wrap(f"**{figure.source}**: {figure.claim}"),
+            _wrap(f"**Here**: {figure.finding(rows)}"),
             f"![{figure.title}]({image})",
-            _table(figure.printed(rows), figure.columns),
+            _table(figure.table_rows(rows), figure.columns),
             f"`{content['command']}`",
-            _wrapped(
+            _wrap(
                 f"{content['settings']['model']} in {content['settings']['dtype']},"
                 f" {machine['processor']}, {machine['threads']} threads, kvlinker"
                 f" {content['versions']['kvlinker']}, torch {content['versions']['torch']}."
@@ -82,7 +82,7 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
     )
 
 
-def _wrapped(paragraph: str) -> str:
+def _wrap(paragraph: str) -> str:
     """Break a paragraph into lines, but no word."""
     return textwrap.fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
@@ -110,7 +110,7 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _placed(text: str, name: str, part: str, order: Sequence[str]) -> str:
+def _insert(text: str, name: str, part: str, order: Sequence[str]) -> str:
     """Return ``text`` with the figure's part between its two comments."""
     block = f"{_begin(name)}\n{part}\n{_end(name)}"
     there = re.compile(f"{re.escape(_begin(name))}.*?{re.escape(_end(name))}", re.DOTALL)

@@ -67,7 +67,7 @@ class Serving:
 
 
 @contextmanager
-def serving(lab: Lab, traffic: TrafficShape) -> Iterator[Serving]:
+def serve_shape(lab: Lab, traffic: TrafficShape) -> Iterator[Serving]:
     """Serve random weights of the lab's shape, or of ``SHAPE``, by the embedded engine.
 
     Linking policies share a server without a prefix cache, so that none finds what another
@@ -109,7 +109,7 @@ def ratios(
     return found
 
 
-def told_ratios(found: dict[float, float]) -> str:
+def describe_ratios(found: dict[float, float]) -> str:
     """Tell ratios by load in a few words: ``1.2× at 0.5, 3.4× at 1``; ``nowhere comparable`` if
     there are none."""
     return (

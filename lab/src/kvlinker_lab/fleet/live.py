@@ -82,8 +82,8 @@ class _Target:
         finally:
             with self._lock:
                 self._rule.fleet.waiting[number] -= 1
-                self._rule.began(request, time.monotonic() - began)
-                self._rule.ended(request)
+                self._rule.note_first_byte(request, time.monotonic() - began)
+                self._rule.note_end(request)
 
 
 def run_live(
@@ -164,7 +164,7 @@ def _chunk_bytes(settings: Settings, texts: Sequence[str]) -> int:
 
 @contextmanager
 def _router(servers: Sequence[str]) -> Iterator[str]:
-    """Start ``kvlinker router`` before these servers, and wait until it knows what they have."""
+    """Start ``kvlinker router`` before these servers, and wait until it knows their chunks."""
     command = [*COMMAND, "router", "--port", "0"]
     for url in servers:
         command += ["--backend", url]

@@ -127,12 +127,12 @@ class Approximate(_Prefixes):
         self._active[best] += len(chunks)
         return best
 
-    def began(self, request: int, seconds: float) -> None:
+    def note_first_byte(self, request: int, seconds: float) -> None:
         replica, missing, blocks = self._open[request]
         self._computing[replica] -= missing
         self._open[request] = replica, 0.0, blocks
 
-    def ended(self, request: int) -> None:
+    def note_end(self, request: int) -> None:
         replica, missing, blocks = self._open.pop(request)
         self._computing[replica] -= missing
         self._active[replica] -= blocks

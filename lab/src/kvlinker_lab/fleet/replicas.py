@@ -1,4 +1,5 @@
-"""Simulated replicas: what they have in memory and on disk, and what a prompt takes there."""
+"""Simulated replicas: the chunks in their memory and on their disk, and the seconds of a prompt
+there."""
 
 from __future__ import annotations
 

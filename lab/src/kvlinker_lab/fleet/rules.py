@@ -28,10 +28,10 @@ class Rule:
         """Return the replica that a request is sent to."""
         raise NotImplementedError
 
-    def began(self, request: int, seconds: float) -> None:
+    def note_first_byte(self, request: int, seconds: float) -> None:
         """Note the first byte of a request, ``seconds`` after it was sent."""
 
-    def ended(self, request: int) -> None:
+    def note_end(self, request: int) -> None:
         """Note that a request has its answer, or that its replica ended."""
 
     def report(self) -> None:
@@ -83,11 +83,11 @@ class Resident(Rule):
         self._decisions[request] = decision
         return int(decision.replica)
 
-    def began(self, request: int, seconds: float) -> None:
-        self._router.began(self._decisions[request], seconds)
+    def note_first_byte(self, request: int, seconds: float) -> None:
+        self._router.note_first_byte(self._decisions[request], seconds)
 
-    def ended(self, request: int) -> None:
-        self._router.ended(self._decisions.pop(request))
+    def note_end(self, request: int) -> None:
+        self._router.note_end(self._decisions.pop(request))
 
     def report(self) -> None:
         for number, replica in enumerate(self.fleet.replicas):
@@ -110,7 +110,7 @@ class Resident(Rule):
             _key(chunk): KnownChunk((tier,), (_name(chunk),)) for chunk, tier in places.items()
         }
         whole = self._router.replicas[str(number)].epoch is None
-        self._router.asked(str(number))
+        self._router.note_poll(str(number))
         self._router.report(
             str(number),
             ResidencyReport("run", 0, whole, chunks, gone),

@@ -35,7 +35,7 @@ class Event:
     share: float = 0.25
     preloads: bool = False
 
-    def changing(self, size: int, seed: int) -> list[int]:
+    def choose_replicas(self, size: int, seed: int) -> list[int]:
         """Return which replicas end, or join: at least one of ``size`` stays."""
         if self.kind == "none":
             return []
@@ -82,7 +82,7 @@ class Simulation:
         self, prompts: Sequence[Sequence[int]], arrivals: Sequence[float], seed: int = 0
     ) -> Row:
         """Serve all prompts; returns what became of those behind the warm-up."""
-        self._changing = self._event.changing(len(self._fleet.replicas), seed)
+        self._changing = self._event.choose_replicas(len(self._fleet.replicas), seed)
         if self._event.kind == "join":
             for number in self._changing:
                 self._set_alive(number, False)
@@ -115,11 +115,11 @@ class Simulation:
                 request.first_byte = at - request.arrived
                 self._fleet.waiting[request.replica] -= 1
                 self._fleet.replicas[request.replica].answering += 1
-                self._rule.began(index, at - request.sent)
+                self._rule.note_first_byte(index, at - request.sent)
                 heapq.heappush(self._steps, (at + self._costs.answer, index, tries))
             else:
                 self._fleet.replicas[request.replica].answering -= 1
-                self._rule.ended(index)
+                self._rule.note_end(index)
 
     def _send(self, index: int, now: float) -> None:
         request = self.requests[index]
@@ -158,7 +158,7 @@ class Simulation:
                 if self.requests[index].replica in ending and self.requests[index].tries == tries
             ]
             for index in under_way:
-                self._rule.ended(index)
+                self._rule.note_end(index)
                 if self.requests[index].first_byte is None:
                     self._send(index, now)
                 else:

@@ -1,1 +1,1 @@
-"""The first hour on a GPU: what is tried there, and one report of it."""
+"""The first hour on a GPU: its steps, and one report."""

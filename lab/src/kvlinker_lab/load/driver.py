@@ -266,7 +266,7 @@ class _Stream:
         return self._usage
 
     def result(self, failure: str | None = None, detail: str = "") -> RequestResult:
-        """Return what was read; an answer that was not complete, or had no text, is a failure,
+        """Return the result so far. An answer that is not complete, or has no text, is a failure,
         too."""
         if failure is None:
             if self._error is not None:

@@ -28,7 +28,7 @@ class ServerFailedError(KVLinkerError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Says where requests go, and for which model."""
+    """The address and the model of requests."""
 
     url: str
     """The server's address, without ``/v1``."""

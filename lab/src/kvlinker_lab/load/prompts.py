@@ -1,5 +1,5 @@
-"""Writes conversations as requests: with documents as context caches, as plain text, or reordered
-for prefix hits."""
+"""Writes conversations as requests: with documents as context caches, as plain or marked text, or
+reordered for prefix hits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Content = str | list[dict[str, Any]]
 
 
 class DocumentForm(Protocol):
-    """Says how documents stand in a prompt."""
+    """The form of documents in a prompt."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -59,6 +59,26 @@ class PlainDocuments:
 
     def content(self, documents: Sequence[int], text: str) -> Content:
         return "".join([*(self.texts[document] for document in documents), text])
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedDocuments:
+    """Writes documents as marked texts, of which the server makes context caches by itself."""
+
+    texts: Sequence[str]
+    policy: str
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {"link": {"policy": self.policy}}
+
+    def content(self, documents: Sequence[int], text: str) -> Content:
+        mark = {"type": "ephemeral"}
+        parts = [
+            {"type": "text", "text": self.texts[document], "cache_control": mark}
+            for document in documents
+        ]
+        return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def write_request(

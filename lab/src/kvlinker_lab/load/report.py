@@ -35,7 +35,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ServiceObjective:
-    """Says how fast an answer has to be to count as good."""
+    """The limits within which an answer counts as good."""
 
     ttft_seconds: float
     """The longest time to the first token."""

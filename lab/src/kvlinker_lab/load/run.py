@@ -37,7 +37,7 @@ _CACHED_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """Names what is measured."""
+    """One server with one policy, which is measured."""
 
     policy: str
     """A linking policy; or ``plain`` or ``reordered``, for documents as text."""
@@ -69,7 +69,7 @@ class LoadPlan:
     warm_up: int = 2
     """Conversations before the first load, one after another, which do not count."""
     patience: float = 600.0
-    """Seconds after which a request is given up."""
+    """Seconds after which a request is cancelled."""
     seed: int = 0
 
     @property
@@ -80,7 +80,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Holds a row per competitor and load, and what was left out."""
+    """The rows, one per competitor and load, and the omitted competitors."""
 
     rows: Sequence[Row]
     warnings: Sequence[str]
@@ -207,7 +207,7 @@ class _Trial:
     def _drive(
         self, conversations: Sequence[Conversation], load: Load, form: DocumentForm, *, seed: int
     ) -> LoadRun:
-        what = f"{self.competitor}, {_named(load)}"
+        what = f"{self.competitor}, {_load_name(load)}"
         total = sum(len(conversation.turns) for conversation in conversations)
         return drive(
             self.endpoint,
@@ -224,7 +224,7 @@ def _as_it_is(conversation: Conversation) -> Conversation:
     return conversation
 
 
-def _named(load: Load) -> str:
+def _load_name(load: Load) -> str:
     return (
         f"{load.users} users"
         if isinstance(load, ClosedLoop)

@@ -67,7 +67,7 @@ class Server:
     state_dir: Path | None = None
     """The folder with its chunk files and its catalog; None if that is not known."""
     log: Path | None = None
-    """The file with what it writes; None if that is not known."""
+    """The file with its output; None if that is not known."""
     command: Sequence[str] = ()
     """The command that starts it again at the same address; empty if that is not known."""
 

@@ -20,7 +20,7 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Holds what a user says in one turn of a conversation, and how much is to be answered."""
+    """One turn of a conversation: the user's message, and the tokens of the answer."""
 
     documents: tuple[int, ...]
     """The documents before the question: their numbers in the library."""

@@ -63,7 +63,7 @@ def verdict(kind: str) -> Verdict:
 
 
 def failure(error: Exception) -> str:
-    """Return the reason for what nobody has foreseen."""
+    """Return the reason for an unforeseen error."""
     return f"{NEWLY_SEEN} ({type(error).__name__}: {error})"
 
 
@@ -74,7 +74,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     refused: dict[str, list[str]] = {}
     for each in sorted(verdicts, key=lambda found: found.kind):
         if each.error is None:
-            refused.setdefault(_shortened(each.reason), []).append(f"`{each.kind}`")
+            refused.setdefault(_shorten(each.reason), []).append(f"`{each.kind}`")
         else:
             how = "in a bounded context" if each.bounded else "exactly"
             linked.setdefault(how, []).append(each)
@@ -100,7 +100,7 @@ def counts(verdicts: Sequence[Verdict]) -> str:
 def read_linked(page: Path, engine: str = "embedded") -> Mapping[str, bool]:
     """Read from a page's table which classes are linked."""
     _, rows, _ = _parts(page, engine)
-    return dict(_linked(rows.splitlines()))
+    return dict(_linked_kinds(rows.splitlines()))
 
 
 def write_table(page: Path, verdicts: Sequence[Verdict], engine: str = "embedded") -> None:
@@ -123,7 +123,7 @@ def _parts(page: Path, engine: str) -> tuple[str, str, str]:
     return before + begin, rows, end + after
 
 
-def _shortened(reason: str) -> str:
+def _shorten(reason: str) -> str:
     """Return a reason without the names and figures of one model, and without the way out."""
     general = re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the model", reason)
     general = re.sub(r" \(layer [^)]*\)| \([^()]*\d\.\de[-+]\d+\)", "", general)
@@ -132,7 +132,7 @@ def _shortened(reason: str) -> str:
     return re.split(r"\.? Relative errors over|; serve |: if ", general)[0].replace("|", "/")
 
 
-def _linked(rows: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def _linked_kinds(rows: Sequence[str]) -> Iterator[tuple[str, bool]]:
     for row in rows:
         if row.startswith("| `"):
             kinds, linked, *_ = (cell.strip() for cell in row.strip("|").split("|"))

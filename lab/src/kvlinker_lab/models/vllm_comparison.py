@@ -142,14 +142,14 @@ def _verdict(kind: str, folder: Path) -> Verdict:
     try:  # before anything is computed
         require_linkable(EngineArgs(**options).create_engine_config())
     except Exception as error:
-        return _refused(kind, error)
+        return _refusal_verdict(kind, error)
     if kind in WIDER_WINDOWS:
         _widen_windows(model)
     expected = _embedded(model, tokenizer, folder / "embedded")
     try:
         engine = _VLLM(options, PlanSigner.of(folder / "state"))
     except Exception as error:
-        return _refused(kind, error)
+        return _refusal_verdict(kind, error)
     for chunk in expected.prompt.chunks:
         engine.capture(chunk)
     differences = {
@@ -172,16 +172,16 @@ def _widen_windows(model: Any) -> None:
             part.sliding_window += 1
 
 
-def _refused(kind: str, error: Exception) -> Verdict:
+def _refusal_verdict(kind: str, error: Exception) -> Verdict:
     """Return the verdict on a class that vLLM, which raises whatever it meets, does not start
     with."""
     if isinstance(error, UnsupportedModelError):
         return Verdict(kind, reason=error.message)
     if MISSING:
         return Verdict(kind, reason=f"not tried here: vLLM's code for it needs {MISSING[0]}")
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    reason = next((reason for words, reason in REASONS.items() if words in told), NOT_RUN)
-    return Verdict(kind, reason=reason, detail=told[:LONGEST_DETAIL])
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = next((reason for words, reason in REASONS.items() if words in message), NOT_RUN)
+    return Verdict(kind, reason=reason, detail=message[:LONGEST_DETAIL])
 
 
 def _options(model: Path, state: Path) -> dict[str, Any]:

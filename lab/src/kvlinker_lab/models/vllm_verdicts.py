@@ -84,12 +84,12 @@ def verdicts_in_vllm(
             process = context.Process(target=_compare, args=(kind, theirs))
             process.start()
             theirs.close()
-            verdict = _awaited(kind, process, ours, seconds)
+            verdict = _await_verdict(kind, process, ours, seconds)
             kept.add(verdict)
         yield verdict
 
 
-def _awaited(
+def _await_verdict(
     kind: str, process: ForkServerProcess, connection: Connection, seconds: float
 ) -> Verdict:
     """Return what a process finds, and end it, with all processes that it has started."""

@@ -30,11 +30,11 @@ class LlamaContext:
         self._pointer = pointer
         self._vocabulary = vocabulary
 
-    def append(self, tokens: Tokens, position: int, *, told: int = 1) -> Logits:
+    def append(self, tokens: Tokens, position: int, *, last: int = 1) -> Logits:
         """Compute tokens of sequences 0, 1 … from ``position`` on; return the logits behind the
-        last ``told`` of each.
+        last ``last`` tokens of each.
 
-        ``tokens``: [sequences, tokens]; the logits: [sequences * told, vocabulary], a sequence's
+        ``tokens``: [sequences, tokens]; the logits: [sequences * last, vocabulary], a sequence's
         own together. Raises ModelLoadError where llama.cpp fails.
         """
         import llama_cpp
@@ -49,7 +49,7 @@ class LlamaContext:
                 batch.pos[index] = position + offset
                 batch.n_seq_id[index] = 1
                 batch.seq_id[index][0] = sequence
-                batch.logits[index] = offset >= length - told
+                batch.logits[index] = offset >= length - last
             if status := llama_cpp.llama_decode(self._pointer, batch):
                 raise ModelLoadError(
                     f"llama.cpp cannot compute {tokens.size} tokens: status {status}."
@@ -57,7 +57,7 @@ class LlamaContext:
         finally:
             llama_cpp.llama_batch_free(batch)
         logits = llama_cpp.llama_get_logits(self._pointer)
-        return np.ctypeslib.as_array(logits, (sequences * told, self._vocabulary))
+        return np.ctypeslib.as_array(logits, (sequences * last, self._vocabulary))
 
     def prefill(self, tokens: Tokens, position: int = 0) -> Logits:
         """Compute tokens of sequences 0, 1 … from ``position`` on, as many at once as a step may
@@ -88,11 +88,11 @@ class LlamaCppPeer:
     def logprobs(self, tokens: Sequence[int]) -> Sequence[float] | None:
         """Return the log probabilities of all tokens but the first, in nats."""
         with self._context(1, len(tokens)) as context:
-            logits = context.append(np.array([tokens]), 0, told=len(tokens))[:-1].astype(np.float64)
-        told = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - np.logaddexp.reduce(
+            logits = context.append(np.array([tokens]), 0, last=len(tokens))[:-1].astype(np.float64)
+        logprobs_found = logits[np.arange(len(tokens) - 1), list(tokens[1:])] - np.logaddexp.reduce(
             logits, axis=1
         )
-        found: list[float] = told.tolist()
+        found: list[float] = logprobs_found.tolist()
         return found
 
     def prefill(self, tokens: Sequence[int]) -> float:

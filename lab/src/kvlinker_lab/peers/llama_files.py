@@ -73,9 +73,9 @@ def _write(model: Path, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_tokenizer_model("none")  # prompts are token ids
     for name, tensor in _tensors(model):
-        renamed = _renamed(name)
+        renamed = _llama_name(name)
         if "attn_q" in renamed or "attn_k" in renamed:
-            tensor = _interleaved(tensor, heads if "attn_q" in renamed else kv_heads)
+            tensor = _interleave(tensor, heads if "attn_q" in renamed else kv_heads)
         array, kind = _array(tensor)
         writer.add_tensor(renamed, array, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -101,7 +101,7 @@ def _tensors(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _renamed(name: str) -> str:
+def _llama_name(name: str) -> str:
     """Return llama.cpp's name of a tensor that transformers names so."""
     stem = name.removesuffix(".weight")
     if stem in _OF_MODEL:
@@ -110,7 +110,7 @@ def _renamed(name: str) -> str:
     return f"blk.{layer}.{_OF_LAYER[part]}.weight"
 
 
-def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def _interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Reorder the rows of a projection, [heads * dim, hidden], so that the two of each rotated pair
     are neighbours.
 

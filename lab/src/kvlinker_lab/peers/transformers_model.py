@@ -25,8 +25,10 @@ class TransformersPeer:
         ids = torch.tensor([list(tokens)], device=self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=ids).logits[0, :-1].float()
-        told: list[float] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
-        return told
+        logprobs_found: list[float] = (
+            logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        )
+        return logprobs_found
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Return the seconds to the first token, with the KV kept."""

@@ -98,7 +98,7 @@ def _versions(distributions: Sequence[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read the task, run it, and write what was measured."""
+    """Read the task, run it, and write its measurements."""
     task, result = map(Path, sys.argv[1:])
     measured = measure(Task(**json.loads(task.read_text())))
     result.write_text(json.dumps(asdict(measured)))

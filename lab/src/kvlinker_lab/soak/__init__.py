@@ -1,7 +1,7 @@
 """Keeps a server under mixed traffic for long, and checks that it neither grows nor loses count.
 
-``plan`` says what is sent, ``library`` holds the documents, which come and go, ``clients`` sends
-everything and counts what came of it, ``retrying`` sends again what is refused while the server is
-restarted, ``readings`` looks at it from outside, ``checks`` judges, and ``run`` brings all
-together.
+``plan`` describes the traffic, ``library`` holds the documents, which come and go, ``clients``
+sends requests and counts their outcomes, ``retrying`` sends requests again that a restarting server
+refused, ``readings`` reads the server's figures from outside, ``checks`` judges them, and ``run``
+runs the soak.
 """

@@ -1,5 +1,4 @@
-"""Judges what was seen of a server that was soaked: nothing grows, nothing fails, and all figures
-agree."""
+"""Checks the readings of a soaked server: nothing grows, nothing fails, and all figures agree."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from kvlinker_lab.soak.plan import FEWEST_SAMPLES
 from kvlinker_lab.soak.readings import Figures
 
 _MOST_FAILURES = 3
-"""Kinds of failures that are told."""
+"""Kinds of failures that are named."""
 
 
-def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) -> ReportCheck:
+def check_growth(name: str, values: Sequence[float], *, growth: float, slack: float) -> ReportCheck:
     """Check that a quantity does not grow.
 
     The first third of the values, in which caches fill, does not count: the median of the last
@@ -35,21 +34,21 @@ def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) 
     )
 
 
-def nothing_failed(tally: Tally) -> ReportCheck:
+def check_answers(tally: Tally) -> ReportCheck:
     """Check that every request was answered. Requests that were aborted on purpose, or asked for
     deleted content, do not count."""
-    told = "".join(
+    kinds = "".join(
         f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES)
     )
     return ReportCheck(
         "failed requests",
         not tally.failures,
         f"{tally.failures.total()} beside {tally.complete} complete answers, {tally.aborted}"
-        f" aborted on purpose and {tally.not_found} that asked for what was deleted{told}",
+        f" aborted on purpose and {tally.not_found} that asked for what was deleted{kinds}",
     )
 
 
-def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportCheck:
+def check_restarts(tally: Tally, statuses: Sequence[int], refused: int) -> ReportCheck:
     """Check that no request was lost which a server had accepted and had time to finish, in
     restarts that ended with these exit ``statuses``; ``refused`` requests were sent again."""
     wrong = sorted({status for status in statuses if status})
@@ -62,7 +61,7 @@ def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> ReportC
     )
 
 
-def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
+def check_request_counts(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
     """Check that the server counted each request once; one that was aborted may have ended before
     it noticed, or not have begun."""
     ended, failed = (
@@ -77,7 +76,7 @@ def requests_counted(tally: Tally, since: Figures, now: Figures) -> ReportCheck:
     )
 
 
-def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
+def check_token_counts(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     """Check that server and clients count the same tokens, where no request was aborted."""
     counted = {
         source: (
@@ -101,8 +100,8 @@ def tokens_counted(calm: Tally, before: Figures, after: Figures) -> ReportCheck:
     )
 
 
-def nothing_held(figures: Figures) -> ReportCheck:
-    """Check that a server which nobody asks holds nothing for requests."""
+def check_idle_server(figures: Figures) -> ReportCheck:
+    """Check that an idle server holds nothing for requests."""
     running, waiting, slots = map(
         figures.total, ("requests_running", "requests_waiting", "kv_slots_used")
     )
@@ -114,7 +113,7 @@ def nothing_held(figures: Figures) -> ReportCheck:
     )
 
 
-def audit_done(figures: Figures) -> ReportCheck:
+def check_audit(figures: Figures) -> ReportCheck:
     """Check that every answer that the audit took was compared."""
     pending, failed = (
         figures.total("audit_pending"),
@@ -128,7 +127,7 @@ def audit_done(figures: Figures) -> ReportCheck:
     )
 
 
-def disk_indexed(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
+def check_disk_index(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
     """Check that the disk tier knows just what lies there; ``sizes`` are those of the chunk files
     in bytes."""
     chunks, nbytes = (figures.total(name, tier="disk") for name in ("store_chunks", "store_bytes"))
@@ -140,7 +139,7 @@ def disk_indexed(figures: Figures, sizes: Sequence[int]) -> ReportCheck:
     )
 
 
-def nothing_kept(caches: int, figures: Figures, files: int) -> ReportCheck:
+def check_deletions(caches: int, figures: Figures, files: int) -> ReportCheck:
     """Check that no chunk outlives the deletion of all context caches."""
     chunks = figures.total("store_chunks")
     return ReportCheck(
@@ -151,7 +150,7 @@ def nothing_kept(caches: int, figures: Figures, files: int) -> ReportCheck:
     )
 
 
-def log_clean(log: str) -> ReportCheck:
+def check_log(log: str) -> ReportCheck:
     """Check that a server logged no error."""
     errors = [
         line for line in log.splitlines() if " ERROR " in line or line.startswith("Traceback")

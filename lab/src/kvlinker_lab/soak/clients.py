@@ -1,5 +1,4 @@
-"""Sends everything that a server may be asked, by many clients at the same time, and counts what
-came of it."""
+"""Sends requests of all kinds, by many clients at the same time, and counts their outcomes."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from kvlinker_lab.load.endpoint import Endpoint
 from kvlinker_lab.load.prompts import (
     CachedDocuments,
     DocumentForm,
+    MarkedDocuments,
     PlainDocuments,
 )
 from kvlinker_lab.load.traffic import Conversation, make_conversations
 from kvlinker_lab.soak.library import Library
-from kvlinker_lab.soak.marked import MarkedDocuments
 from kvlinker_lab.soak.plan import SoakPlan
-from kvlinker_lab.soak.retrying import retried
+from kvlinker_lab.soak.retrying import retry
 
 PATIENCE = 300.0
 """Seconds after which a request counts as failed."""
@@ -45,16 +44,16 @@ _FORMS = (0.6, 0.2, 0.2)
 
 @dataclass(slots=True)
 class Tally:
-    """Counts what clients asked for, and what they got."""
+    """The counts of requests and of their outcomes."""
 
     complete: int = 0
     """Complete answers."""
     aborted: int = 0
     """Requests whose client left on purpose."""
     not_found: int = 0
-    """Requests that were refused, for they asked for what had been deleted."""
+    """Requests that were refused, for they asked for deleted content."""
     cut: int = 0
-    """Requests that a server which was told to stop cut off, since they took longer than its
+    """Requests that a stopping server cut off, since they took longer than its
     ``drain_timeout``."""
     lost: int = 0
     """Requests whose connection broke before their answer was complete; these are failures, too."""
@@ -74,11 +73,11 @@ class Tally:
     output_tokens: int = 0
     """Tokens of complete answers."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Everything else that went wrong, by what was said of it."""
+    """All other failures, by their messages."""
 
     def add(self, result: RequestResult, *, aborts: bool, deleted: bool) -> None:
-        """Count what became of a request. ``aborts``: its client had to leave early; ``deleted``:
-        it asked for what is not there any more."""
+        """Count the outcome of a request. ``aborts``: its client had to disconnect early;
+        ``deleted``: it asked for deleted content."""
         if result.failure is None and result.usage is not None:
             self.complete += 1
             self.prompt_tokens += result.usage.prompt_tokens
@@ -154,7 +153,7 @@ class Clients:
         are counted."""
         while (now := self._clock()) < end:
             try:
-                self.tally.refused += await retried(act)
+                self.tally.refused += await retry(act)
             except KVLinkerError as error:
                 self.tally.failures[f"{act.__name__.strip('_')}: {error.message}"] += 1
             await asyncio.sleep(min(pause, max(end - now, 0.0)))

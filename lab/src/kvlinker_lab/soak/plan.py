@@ -1,4 +1,4 @@
-"""Says what is sent to a server that is soaked, and for how long."""
+"""The traffic that a soaked server gets, and its duration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEWEST_SAMPLES = 6
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """Says what is sent to a server that is soaked, and for how long."""
+    """The traffic that a soaked server gets, and its duration."""
 
     seconds: float
     """How long the mixed traffic lasts."""

@@ -47,7 +47,7 @@ class RetryingTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
 
-async def retried(act: Callable[[], Awaitable[None]]) -> int:
+async def retry(act: Callable[[], Awaitable[None]]) -> int:
     """Do something with an ``AsyncClient`` until it is not refused, and return the number of
     refusals; once more where the server has just closed the idle connection, as it may at any
     time."""

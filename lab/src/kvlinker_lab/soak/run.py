@@ -44,17 +44,20 @@ class SoakResult:
 
 
 def run_soak(
-    server: Server, plan: SoakPlan, *, disk_space: str, told: Callable[[Row], None] = lambda _: None
+    server: Server,
+    plan: SoakPlan,
+    *,
+    disk_space: str,
+    on_row: Callable[[Row], None] = lambda _: None,
 ) -> SoakResult:
-    """Soak a server of this machine, which nobody else uses.
+    """Soak a server of this machine, whose only clients are these. ``on_row`` gets each row at
+    once. ``disk_space`` is the server's setting, for the check of its state directory.
 
-    ``told`` gets each row as soon as it is there. ``disk_space`` is the server's setting, for the
-    check of its state directory. Raises ServerFailedError where it does not answer, and what the
-    client raises at the first uploads.
+    Raises ServerFailedError where it does not answer.
     """
     endpoint = Endpoint.find(server.url)
     characters = endpoint.characters_per_token()
-    return asyncio.run(_soak(server, endpoint, plan, characters, disk_space, told))
+    return asyncio.run(_soak(server, endpoint, plan, characters, disk_space, on_row))
 
 
 async def _soak(
@@ -63,7 +66,7 @@ async def _soak(
     plan: SoakPlan,
     characters: float,
     disk_space: str,
-    told: Callable[[Row], None],
+    on_row: Callable[[Row], None],
 ) -> SoakResult:
     transport = RetryingTransport()
     async with (
@@ -74,7 +77,7 @@ async def _soak(
             client, plan.library, round(plan.chunk_tokens * characters), seed=plan.seed
         )
         clients = Clients(endpoint, http, client, library, plan, characters_per_token=characters)
-        soak = _Soak(server, client, clients, transport, library, plan, disk_space, told)
+        soak = _Soak(server, client, clients, transport, library, plan, disk_space, on_row)
         await library.fill()
         return await soak.run()
 
@@ -90,7 +93,7 @@ class _Soak:
     library: Library
     plan: SoakPlan
     disk_space: str
-    told: Callable[[Row], None]
+    on_row: Callable[[Row], None]
     result: SoakResult = field(default_factory=SoakResult)
     statuses: list[int] = field(default_factory=list)
     """The exit statuses of restarted servers."""
@@ -98,7 +101,7 @@ class _Soak:
     """Held by each task that needs a running server, and during a restart."""
 
     async def run(self) -> SoakResult:
-        """Send the traffic, and judge what was seen."""
+        """Send the traffic, and judge the readings."""
         begin = await self._figures()
         over = asyncio.Event()
         try:
@@ -116,7 +119,7 @@ class _Soak:
         tally = self.clients.tally
         found = self.result.checks
         found += [
-            checks.bounded(
+            checks.check_growth(
                 column,
                 [row[column] for row in self.result.rows],
                 growth=self.plan.growth,
@@ -124,26 +127,26 @@ class _Soak:
             )
             for column, slack in _SLACK.items()
         ]
-        found.append(checks.nothing_failed(tally))
+        found.append(checks.check_answers(tally))
         if self.plan.restart_every:
-            found.append(checks.nothing_lost(tally, self.statuses, self._refused))
+            found.append(checks.check_restarts(tally, self.statuses, self._refusals))
         else:  # a server counts from its start on
-            found.append(checks.requests_counted(tally, begin, mixed))
-        found.append(checks.tokens_counted(calm, mixed, end))
-        found.append(checks.nothing_held(end))
-        found.append(checks.audit_done(end))
-        found.append(await self._settled(self._disk_indexed))
+            found.append(checks.check_request_counts(tally, begin, mixed))
+        found.append(checks.check_token_counts(calm, mixed, end))
+        found.append(checks.check_idle_server(end))
+        found.append(checks.check_audit(end))
+        found.append(await self._wait_for_check(self._disk_indexed))
         found.append(await asyncio.to_thread(self._state_checked))
         await self.library.clear()
-        found.append(await self._settled(self._nothing_kept))
+        found.append(await self._wait_for_check(self._nothing_kept))
         if self.server.log is not None:
             found.append(
-                checks.log_clean(self.server.log.read_text(encoding="utf-8", errors="replace"))
+                checks.check_log(self.server.log.read_text(encoding="utf-8", errors="replace"))
             )
         return self.result
 
     @property
-    def _refused(self) -> int:
+    def _refusals(self) -> int:
         return self.transport.refused + self.clients.tally.refused
 
     async def _restart_until(self, over: asyncio.Event) -> None:
@@ -164,7 +167,7 @@ class _Soak:
             async with self.up:
                 row = await self._row(clock() - begin)
             self.result.rows.append(row)
-            self.told(row)
+            self.on_row(row)
 
     async def _row(self, seconds: float) -> dict[str, Any]:
         taken = await asyncio.to_thread(ResourceUsage.by, self.server)
@@ -182,7 +185,7 @@ class _Soak:
             "not_found": tally.not_found,
             "failed": tally.failures.total(),
             "restarts": len(self.statuses),
-            "refused": self._refused,
+            "refused": self._refusals,
             "cut": tally.cut,
             "lost": tally.lost,
             "replaced": tally.replaced,
@@ -201,7 +204,7 @@ class _Soak:
             await asyncio.sleep(_POLL_SECONDS)
         return figures
 
-    async def _settled(self, check: Callable[[], Any]) -> ReportCheck:
+    async def _wait_for_check(self, check: Callable[[], Any]) -> ReportCheck:
         """Return a check once it passes, for writers and deletions may be under way, or
         ``QUIET_SECONDS`` are over."""
         clock = asyncio.get_running_loop().time
@@ -213,11 +216,11 @@ class _Soak:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _disk_indexed(self) -> ReportCheck:
-        return checks.disk_indexed(await self._figures(), self._chunk_files())
+        return checks.check_disk_index(await self._figures(), self._chunk_files())
 
     async def _nothing_kept(self) -> ReportCheck:
         caches = (await self.client.caches_usage())["caches"]
-        return checks.nothing_kept(caches, await self._figures(), len(self._chunk_files()))
+        return checks.check_deletions(caches, await self._figures(), len(self._chunk_files()))
 
     def _chunk_files(self) -> list[int]:
         """Return the sizes of all chunk files in bytes."""

@@ -120,7 +120,7 @@ def _record(number: int) -> ContextCache:
 
 
 def _make_files(folder: Path, entries: int) -> None:
-    """Empty ones: nobody reads them here."""
+    """Empty scores, which no reader needs here."""
     for number in range(entries):
         key = sha256(str(number).encode()).hexdigest()
         file = folder / key[:2] / f"{key}.safetensors"

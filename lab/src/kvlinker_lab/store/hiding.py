@@ -76,17 +76,19 @@ def hiding_rows(
             for share in LOAD_TO_COMPUTE:
                 proxy.bandwidth = redis.nbytes / (share * compute)
                 progress(f"{policy} at {proxy.bandwidth / 1e6:.0f} MB/s")
-                taken = _taken(host, redis, policy, repeat)
+                taken = _measure_turns(host, redis, policy, repeat)
                 case = f"time to first token, loading {share:g} × computing"
                 rows.append(_row(redis, policy, case, taken, bandwidth=proxy.bandwidth))
             progress(f"{policy} from disk")
-            taken = _taken(host, disk, policy, repeat)
+            taken = _measure_turns(host, disk, policy, repeat)
             measured = disk.nbytes / statistics.median(one.load for one in taken)
             rows.append(_row(disk, policy, "time to first token, warm", taken, bandwidth=measured))
     return rows
 
 
-def _taken(host: TieredPrompt, other: TieredPrompt, policy: str, repeat: int) -> list[TurnTimes]:
+def _measure_turns(
+    host: TieredPrompt, other: TieredPrompt, policy: str, repeat: int
+) -> list[TurnTimes]:
     for _ in range(DRIFT_NOTES):  # until the store believes the bandwidth
         other.load_seconds()
     other.ttft(policy)

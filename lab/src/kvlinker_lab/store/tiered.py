@@ -1,4 +1,4 @@
-"""A prompt whose chunks all lie in one tier, and what it takes from there."""
+"""A prompt whose chunks all lie in one tier, and its times from there."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class WorldBuilder:
         self.cast = Cast(rng, settings)
         self.fillers = rng.randint(0, settings.fillers)
 
-    def shared(self) -> list[Relation]:
+    def draw_shared_relations(self) -> list[Relation]:
         """Draw the relations that nearly all people of the world have."""
         return self.rng.sample(PERSON_RELATIONS, self.settings.relations)
 

@@ -23,7 +23,7 @@ _MOST_TOOLS = 3
 
 
 class _Service(NamedTuple):
-    """Says what tools there are about a subject, and what is asked of them."""
+    """The tools about a subject, and the questions that need them."""
 
     noun: str
     description: str
@@ -111,8 +111,7 @@ _VALUES: Mapping[str, Callable[[random.Random, bool], str]] = {
 
 
 class Exchange(NamedTuple):
-    """Holds what is said where a tool is of use: a question, the call, what it returned, and the
-    answer."""
+    """An exchange with a tool: a question, the call, its result, and the answer."""
 
     question: str
     name: str

@@ -99,7 +99,7 @@ class SequenceMaker:
         if draw < mixture.prose_share:
             ids, roles = self._prose(rng)
         elif draw < mixture.prose_share + mixture.repeated_share:
-            ids, roles = self._repeated(rng)
+            ids, roles = self._repeat(rng)
         elif rng.random() < mixture.call_share:
             ids, roles = self._calls(rng)
         else:
@@ -122,7 +122,7 @@ class SequenceMaker:
         ids = ids[: self.mixture.length]
         return ids, [IGNORED if token == BOS else LANGUAGE for token in ids]
 
-    def _repeated(self, rng: random.Random) -> tuple[list[int], list[int]]:
+    def _repeat(self, rng: random.Random) -> tuple[list[int], list[int]]:
         """Make segments that recur; only the recurrences are learned, as if they were answers.
 
         A sequence has segments of prose, of world words, or of any tokens.
@@ -235,13 +235,13 @@ class SequenceMaker:
         order."""
         ids: list[int] = []
         roles: list[int] = []
-        told = iter(kinds)
+        answer_kinds = iter(kinds)
         for role, text in texts:
             said = [*self.encode(text), END]
             ids += [{"system": SYSTEM, "user": USER, "assistant": ASSISTANT}[role], *said]
             roles += [
                 IGNORED,
-                *[ANSWERS[next(told)] if role == "assistant" else IGNORED] * len(said),
+                *[ANSWERS[next(answer_kinds)] if role == "assistant" else IGNORED] * len(said),
             ]
         return ids, roles
 

@@ -53,7 +53,7 @@ def tool_calls(
     the right answer after the result. ``choice`` is ``auto``, or ``required``, which enforces a
     call."""
     rng = random.Random(f"calls/{seed}")
-    called = told = 0
+    called = right = 0
     for _ in range(count):
         desk = Desk(rng, held_out=True)
         exchange = desk.exchange()
@@ -76,8 +76,8 @@ def tool_calls(
             {"role": "tool", "tool_call_id": call.id, "content": exchange.returned},
         ]
         answer = llm.chat_completion(history, tools=desk.tools, max_tokens=16, temperature=0)
-        told += answer.text == exchange.answer
-    return called, told
+        right += answer.text == exchange.answer
+    return called, right
 
 
 def _value(text: str) -> str | None:
@@ -101,10 +101,10 @@ def main() -> None:
         print(f"under an enforced schema: {right} of {count} answered right")
         choices: tuple[Literal["auto", "required"], ...] = ("required", "auto")
         for choice in choices:
-            called, told = tool_calls(llm, count, choice=choice)
+            called, right = tool_calls(llm, count, choice=choice)
             print(
-                f"tools, {choice}: {called} of {count} called right, {told} of those answered right"
-                " with the result"
+                f"tools, {choice}: {called} of {count} called right, {right} of these answered"
+                " right with the result"
             )
 
 

@@ -126,9 +126,9 @@ def groups(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wor
             relations = [relation] if other == relation or rng.random() < 0.5 else [relation, other]
             known.append(_Known(person, builder.unit(person, relations, {relation.name: value})))
     world = builder.world([unit for _, unit in known], [], word_budget)
-    told = _in_order(known, world)
-    for value in dict.fromkeys(one.unit.values[relation.name] for one in told):
-        named = [one.surname for one in told if one.unit.values[relation.name] == value]
+    ordered = _in_order(known, world)
+    for value in dict.fromkeys(one.unit.values[relation.name] for one in ordered):
+        named = [one.surname for one in ordered if one.unit.values[relation.name] == value]
         text = f"How many people {_PLURAL[relation.name][0].format(v=value)}?"
         if value[0] in "aeiou":
             text = text.replace(" a ", " an ")
@@ -178,7 +178,7 @@ def corrections(rng: random.Random, settings: WorldSettings, word_budget: int) -
     """Build a world of people, some facts about whom are corrected later: the last word stands."""
     builder = WorldBuilder(rng, settings)
     units: list[Unit] = []
-    for person, unit in builder.people(builder.shared(), word_budget * 2 // 3, None):
+    for person, unit in builder.people(builder.draw_shared_relations(), word_budget * 2 // 3, None):
         units.append(unit)
         if rng.random() < 0.6:
             relation = RELATIONS[rng.choice(list(unit.values))]
@@ -195,7 +195,7 @@ def corrections(rng: random.Random, settings: WorldSettings, word_budget: int) -
 def rules(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
     """Build a world in which a passage prescribes the form of answers about one person or two."""
     builder = WorldBuilder(rng, replace(settings, continued_share=0.0, pronoun_share=0.0))
-    known = builder.people(builder.shared(), word_budget * 4 // 5, None)
+    known = builder.people(builder.draw_shared_relations(), word_budget * 4 // 5, None)
     units = [unit for _, unit in known]
     for person, unit in rng.sample(known, min(len(known), rng.randint(1, 2))):
         template = labelled_format(rng, settings.held_out)
@@ -216,8 +216,8 @@ def rolls(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
     people = _persons(builder, rng.randint(2, _MOST_NAMED), word_budget)
     known = [_Known(person, builder.unit(person, list(relations))) for person in people]
     world = builder.world([unit for _, unit in known], [], word_budget)
-    told = _in_order(known, world)
-    answer = ", ".join(f"{one.surname} {one.unit.values[relation.name]}" for one in told)
+    ordered = _in_order(known, world)
+    answer = ", ".join(f"{one.surname} {one.unit.values[relation.name]}" for one in ordered)
     world.questions.append(Question(_PLURAL[relation.name][1], answer, "listing", ""))
     return world
 
@@ -225,7 +225,9 @@ def rolls(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
 def records(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
     """Build a world of people whose facts are asked for as JSON objects."""
     builder = WorldBuilder(rng, replace(settings, relations=rng.randint(1, 3)))
-    known = [_Known(*one) for one in builder.people(builder.shared(), word_budget, None)]
+    known = [
+        _Known(*one) for one in builder.people(builder.draw_shared_relations(), word_budget, None)
+    ]
     questions: list[Question] = []
     for person, unit in known:
         asked = list(unit.values)

@@ -63,7 +63,7 @@ class HybridReader(nn.Module):
             out: Tensor = self.whole.lm_head(hidden).float()
         return out
 
-    def guided(self, distances: Tensor, sink_weight: float) -> tuple[Tensor, float]:
+    def sink_loss(self, distances: Tensor, sink_weight: float) -> tuple[Tensor, float]:
         """Return the loss of the distances from the reader's layers, and their mean."""
         mean = distances.mean()
         return mean, mean.item()

@@ -270,7 +270,7 @@ class Reader(nn.Module):
         model.load_state_dict(self.state_dict())
         export_model(model, tokenizer, target)
 
-    def guided(self, missed: Tensor, sink_weight: float) -> tuple[Tensor, float]:
+    def sink_loss(self, missed: Tensor, sink_weight: float) -> tuple[Tensor, float]:
         """Return the loss of what `hidden` says of token 0, so much of it as is wanted, and the
         mean attention on token 0 in layers >= 1."""
         attention = torch.exp(-missed).mean((1, 2, 3))  # [layers - 1]

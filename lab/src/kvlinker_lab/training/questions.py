@@ -88,7 +88,7 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldSettings:
-    """Says how hard a world is to read; shares are probabilities."""
+    """The difficulty of a world; shares are probabilities."""
 
     themes: Mapping[Theme, float] = field(default_factory=lambda: USUAL_THEMES)
     """The shares of worlds with these themes; the rest have plain facts only."""

@@ -36,7 +36,7 @@ _PROBES = 12  # positions per step at which the attention on the first token is 
 
 @dataclass
 class RunState:
-    """Says where a run stands; it is saved with the checkpoint."""
+    """The state of a run, which is saved with the checkpoint."""
 
     stage: int = 0
     step: int = 0
@@ -114,7 +114,7 @@ def losses(
     count = int(answers.sum())
     answer = functional.cross_entropy(logits[:count], targets[answers])
     language = functional.cross_entropy(logits[count:], targets[languages])
-    guidance, figure = reader.guided(aside, stage.sink_weight)
+    guidance, figure = reader.sink_loss(aside, stage.sink_weight)
     total = answer + stage.language_weight * language + guidance
 
     right = (logits[:count].argmax(-1) == targets[answers]).float()

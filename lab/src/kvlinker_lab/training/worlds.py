@@ -60,14 +60,16 @@ def _people(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wo
 
 def _plain(builder: WorldBuilder, word_budget: int) -> World:
     """Build a world of people and their facts."""
-    people = builder.people(builder.shared(), word_budget, None)
+    people = builder.people(builder.draw_shared_relations(), word_budget, None)
     return builder.world([unit for _, unit in people], [], word_budget)
 
 
 def _ages(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
     """Build the same; ages are known, and compared."""
     builder = WorldBuilder(rng, settings)
-    shared = list(dict.fromkeys([RELATIONS["age"], *builder.shared()]))[: settings.relations]
+    shared = list(dict.fromkeys([RELATIONS["age"], *builder.draw_shared_relations()]))[
+        : settings.relations
+    ]
     people = builder.people(shared, word_budget, None)
     aged = [
         Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values
@@ -94,7 +96,9 @@ def _bridges(rng: random.Random, settings: WorldSettings, word_budget: int) -> W
     builder = WorldBuilder(rng, settings)
     first = rng.choice(BRIDGES).first
     bridges = [bridge for bridge in BRIDGES if bridge.first == first]
-    shared = list(dict.fromkeys([RELATIONS[first], *builder.shared()]))[: settings.relations]
+    shared = list(dict.fromkeys([RELATIONS[first], *builder.draw_shared_relations()]))[
+        : settings.relations
+    ]
     units: list[Unit] = []
     questions: list[Question] = []
     for person, unit in builder.people(shared, word_budget, first):

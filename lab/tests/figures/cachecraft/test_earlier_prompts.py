@@ -19,7 +19,7 @@ from kvlinker_lab.figures.cachecraft.earlier_prompts import (
     EarlierPrompts,
     UnpositionedContextOrder,
     WithoutOverlap,
-    asked,
+    ask,
     scores_of,
 )
 from kvlinker_lab.figures.cachecraft.needed_recomputation import needed_share
@@ -79,7 +79,7 @@ def test_earlier_prompts_hold_all_chunks_in_other_places(reader: OpenReader) -> 
     earlier = EarlierPrompts(reader.llm, reader.examples)
     example = reader.examples[0]
     chunks = [reader.llm.builder.encode_chunk(passage) for passage in example.passages]
-    prompt = asked(reader.llm, chunks, example.question)
+    prompt = ask(reader.llm, chunks, example.question)
     changed = earlier(example, prompt)
     assert changed.tokens.tolist() == prompt.tokens.tolist()
     assert sum(span.exact for span in changed.spans) <= 1
@@ -133,4 +133,4 @@ def test_one_example_is_enough_to_tell_something(name: str) -> None:
     figure = find_figure(name)
     rows = figure.measure(Lab(load_settings(), "kvlinker-lab figure", limit=1))
     assert figure.finding(rows)
-    assert all(set(figure.columns) <= set(row) for row in figure.printed(rows))
+    assert all(set(figure.columns) <= set(row) for row in figure.table_rows(rows))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlinker_lab.figures.cachecraft.scatter import binned, cumulative_share, line_through_zero
+from kvlinker_lab.figures.cachecraft.scatter import cumulative_share, line_through_zero, make_bins
 
 
 def test_bins_hold_equally_many() -> None:
-    bins = binned([0, 1, 2, 3], [5, 7, 1, 3], 2)
+    bins = make_bins([0, 1, 2, 3], [5, 7, 1, 3], 2)
     assert [(one.x, one.y, one.n) for one in bins] == [(0.5, 6, 2), (2.5, 2, 2)]
-    assert [one.n for one in binned([0, 0, 0, 1], [1, 2, 3, 4], 4)] == [3, 1]
-    assert [(one.x, one.y, one.n) for one in binned([2, 2], [1, 3], 5)] == [(2, 2, 2)]
-    assert binned([], [], 3) == []
+    assert [one.n for one in make_bins([0, 0, 0, 1], [1, 2, 3, 4], 4)] == [3, 1]
+    assert [(one.x, one.y, one.n) for one in make_bins([2, 2], [1, 3], 5)] == [(2, 2, 2)]
+    assert make_bins([], [], 3) == []
 
 
 def test_lines_go_through_zero() -> None:

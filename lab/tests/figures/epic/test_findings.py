@@ -46,7 +46,7 @@ def test_few_lengths_have_no_law(chunks: tuple[int, ...]) -> None:
 
 
 def test_the_table_has_a_row_per_length() -> None:
-    first, last = context_length.FIGURE.printed(length_rows(8, 16))
+    first, last = context_length.FIGURE.table_rows(length_rows(8, 16))
     assert (first["tokens"], first["full"]) == (4128, 4128**2)
     assert (last["tokens"], last["full"], last["attnlink-16"]) == (8224, None, 8224)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlinker.quality.evaluation.examples import Question
-from kvlinker_lab.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
+from kvlinker_lab.figures.epic.tradeoff import front, overall, pick_timed, with_pareto, with_ttft
 
 
 def point(policy: str, score: float, ttft: float, task: str = "all") -> dict[str, Any]:
@@ -45,8 +45,8 @@ def test_times_are_means_over_the_examples_of_a_task() -> None:
 
 def test_all_kinds_in_turn_are_timed() -> None:
     kinds = 7
-    assert {number % kinds for number in timed(range(70))} == set(range(kinds))
-    assert list(timed([1])) == [1]
+    assert {number % kinds for number in pick_timed(range(70))} == set(range(kinds))
+    assert list(pick_timed([1])) == [1]
 
 
 def test_overall_rows_of_one_task_are_that_tasks() -> None:

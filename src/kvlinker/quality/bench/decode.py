@@ -212,7 +212,7 @@ def run_decode(
 
 
 def decode_case(batch: int, workload: Workload) -> str:
-    """Name what is decoded: requests, and what stands before them."""
+    """Name the decoding requests, and the tokens before them."""
     if workload.chunks:
         return (
             f"{batch} × {workload.chunks} × {workload.chunk_tokens} shared +"

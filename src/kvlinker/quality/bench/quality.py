@@ -21,8 +21,8 @@ from kvlinker.quality.bench.harness.benchmark import (
     WeightFormats,
     benchmark,
     compared_policies,
-    followed,
     names,
+    supported_policies,
 )
 from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker.quality.bench.harness.subject import MeasuredModel
@@ -105,7 +105,7 @@ Examined = tuple[Example, tuple[Result, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Holds what was measured of answers."""
+    """The measurements of answers."""
 
     report: Report
     answered: tuple[Examined, ...]
@@ -228,7 +228,9 @@ def quality(
     others = setup.subjects(names(formats)) if formats else {}
     subject = setup.subject()
     if policies is None:
-        options = replace(options, policies=tuple(followed(options.policies, subject.loaded)))
+        options = replace(
+            options, policies=tuple(supported_policies(options.policies, subject.loaded))
+        )
     measured = run_quality(subject, setup.settings, options, others, progress=setup.progress)
     warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
     if len(measured.skipped) > _SKIPS_SHOWN:
@@ -296,7 +298,7 @@ def run_quality(
     report = subject.report(rows)
     described = {
         name: value
-        for name, value in _described(settings, options).items()
+        for name, value in _describe(settings, options).items()
         if value not in (None, [])
     }
     described |= {
@@ -331,7 +333,7 @@ def _answers(
     journal = None
     if options.resume is not None:
         made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
-        described = _described(settings, options)
+        described = _describe(settings, options)
         journal = Journal(
             options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS}
         )
@@ -345,7 +347,7 @@ def _answers(
     return tuple(answered), tuple(skipped)
 
 
-def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
+def _describe(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     """Return everything that the scores depend on, and how they were made."""
     described = asdict(options) | {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
     del described["resume"]

@@ -28,7 +28,7 @@ from kvlinker.quality.bench.harness.benchmark import (
     benchmark,
     compared_policies,
     counts,
-    followed,
+    supported_policies,
 )
 from kvlinker.quality.bench.harness.measurement import (
     Workload,
@@ -144,7 +144,7 @@ def ttft(
     named = compared_policies(policies, setup.settings)
     subject = setup.subject(repeat=repeat)
     if policies is None:
-        named = followed(named, subject.loaded)
+        named = supported_policies(named, subject.loaded)
     report = run_ttft(
         subject,
         workloads,

@@ -23,7 +23,7 @@ PLACE = "{}"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Says how good and how cheap a policy with one number is."""
+    """The quality and the cost of a policy with one number."""
 
     policy: str
     n: int
@@ -89,8 +89,7 @@ def trial_values(template: str) -> tuple[str, ...]:
 
 
 def _reads(part: str, name: str, value: float) -> bool:
-    """Return whether the parameter ``name`` has this value when it stands in the place of
-    ``part``."""
+    """Return whether the parameter ``name`` has this value in place of ``part``."""
     try:
         return bool(getattr(parse_policy(part.replace(PLACE, f"{value:g}")), name) == value)
     except PolicyError:

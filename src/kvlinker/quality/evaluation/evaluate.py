@@ -41,7 +41,7 @@ def evaluate(
     collection of which a prompt takes a few. Raises PolicyError for a policy that the engine cannot
     follow.
     """
-    mixed = _mixed(examples)
+    mixed = _mix_passages(examples)
 
     def examine(example: Example) -> ExampleResults:
         return examiner.examine(example, policies, mixed[example])
@@ -66,9 +66,9 @@ def evaluate(
             pool.shutdown(cancel_futures=True)
 
 
-def _mixed(examples: Sequence[Example]) -> dict[Example, tuple[str, ...]]:
-    """Mix the passages of as many examples as a row has chunks: those of one example come to stand
-    in different rows."""
+def _mix_passages(examples: Sequence[Example]) -> dict[Example, tuple[str, ...]]:
+    """Mix the passages of as many examples as a row has chunks: the passages of one example are in
+    different rows."""
     mixed: dict[Example, tuple[str, ...]] = {}
     for begin in range(0, len(examples), LAST_PLACE + 1):
         several = examples[begin : begin + LAST_PLACE + 1]

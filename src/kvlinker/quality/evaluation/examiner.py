@@ -126,7 +126,7 @@ class Examiner:
                 run = other_trials[form].run(self._policy(name), full)
             else:
                 run = full if policy == REFERENCE else trial.run(self._policy(policy), full)
-            results.append(run.compared(full, example, policy))
+            results.append(run.compare(full, example, policy))
         return tuple(results)
 
     def _trial(self, example: Example) -> QuestionTrial | ContinuationTrial:
@@ -139,8 +139,8 @@ class Examiner:
             return self.llm.builder.chat([ChatMessage("user", (*chunks, example.question))])
 
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
-        passages = self._fitting(example, limit, build)
-        content = (*self._cached(passages), example.question)
+        passages = self._fit(example, limit, build)
+        content = (*self._cache(passages), example.question)
         messages: Sequence[Message] | Prompt = [{"role": "user", "content": content}]
         if self.prepare is not None:
             messages = self.prepare(example, self.llm.chat_prompt(messages))
@@ -151,10 +151,10 @@ class Examiner:
             parts: list[str | Chunk] = [*self._bos(example), *chunks, example.continuation]
             return self.llm.builder.completion(parts)
 
-        caches = self._cached(self._fitting(example, 0, build))
+        caches = self._cache(self._fit(example, 0, build))
         return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
 
-    def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
+    def _cache(self, passages: Sequence[str]) -> list[ContextCache]:
         batches: Sequence[Sequence[str]] = (
             [[passage] for passage in passages] if self.one_by_one else [passages]
         )
@@ -173,7 +173,7 @@ class Examiner:
     def _policy(self, name: str) -> str | Policy:
         return self.unregistered.get(name, name)
 
-    def _fitting(
+    def _fit(
         self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]
     ) -> tuple[str, ...]:
         """Return the passages, or with ``truncate`` as many from both ends as leave room for an
@@ -230,7 +230,7 @@ class PolicyRun:
     loss: float = 0.0
     """The mean loss of a continuation, in nats per token."""
 
-    def compared(self, full: PolicyRun, example: Example, policy: str) -> Result:
+    def compare(self, full: PolicyRun, example: Example, policy: str) -> Result:
         """Return the result of the ``policy`` on the example that was run, compared with that of
         ``full``."""
         pairs = list(zip(full.next_tokens, self.next_tokens, strict=True))

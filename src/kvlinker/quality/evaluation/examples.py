@@ -57,7 +57,7 @@ class Question(_Example):
 
 @dataclass(frozen=True)
 class Continuation(_Example):
-    """Holds text after passages, of which each token is scored after all that stands before it."""
+    """A text after passages, each of whose tokens is scored after all tokens before it."""
 
     continuation: str
     metric: ClassVar[str] = "loss"
@@ -69,7 +69,7 @@ Example = Question | Continuation
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Says that an example could not be asked."""
+    """An example that could not be asked, with the reason."""
 
     where: str
     """The example's place: its record in a file, or its data set and id."""

@@ -18,24 +18,24 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Normalise as SQuAD does (Rajpurkar et al. 2016): lower case, no punctuation, no articles,
     single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """Return 1 if the two are the same once normalised (SQuAD), else 0."""
-    return float(normalised(answer) == normalised(reference))
+    """Return 1 if the two are the same once normalise (SQuAD), else 0."""
+    return float(normalise(answer) == normalise(reference))
 
 
 def f1(answer: str, reference: str) -> float:
-    """Return SQuAD's F1: the harmonic mean of precision and recall over normalised words, counted
+    """Return SQuAD's F1: the harmonic mean of precision and recall over normalise words, counted
     with multiplicity.
 
     Where either has no word, it is 1 if neither has one, else 0.
     """
-    words, expected = normalised(answer).split(), normalised(reference).split()
+    words, expected = normalise(answer).split(), normalise(reference).split()
     if not words or not expected:
         return float(words == expected)
     common = (Counter(words) & Counter(expected)).total()
@@ -43,9 +43,9 @@ def f1(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Return words in both over words in either, normalised, without multiplicity; 1 if neither has
+    """Return words in both over words in either, normalise, without multiplicity; 1 if neither has
     any."""
-    words, expected = set(normalised(answer).split()), set(normalised(reference).split())
+    words, expected = set(normalise(answer).split()), set(normalise(reference).split())
     either = words | expected
     return len(words & expected) / len(either) if either else 1.0
 
@@ -69,9 +69,9 @@ def rouge_scorer() -> Any:
 
 
 def names(answer: str, reference: str) -> float:
-    """Return 1 if the answer has the reference's words one after the other, both normalised, else
+    """Return 1 if the answer has the reference's words one after the other, both normalise, else
     0."""
-    return float(f" {normalised(reference)} " in f" {normalised(answer)} ")
+    return float(f" {normalise(reference)} " in f" {normalise(answer)} ")
 
 
 METRICS: dict[str, Metric] = {

@@ -13,7 +13,7 @@ from kvlinker.quality.evaluation.metrics import METRICS, VERSUS_FULL, best_score
 from kvlinker.quality.evaluation.statistics import mean_interval
 
 ALL_TASKS = "all"
-"""The task that stands for all tasks of a data set together."""
+"""The name of all tasks of a data set together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TaskScore:
     """None where a text was scored."""
     answer_kl: float | None
     mixed: float | None
-    """The share of the answers that name something wrong; None where no example says what is."""
+    """The share of the answers with a wrong name; None where no example has wrong names."""
 
     def row(self) -> dict[str, Any]:
         """Return the row of a report: the fields that are known, and a loss's perplexity."""

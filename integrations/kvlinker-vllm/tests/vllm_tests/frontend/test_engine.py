@@ -305,7 +305,7 @@ def test_a_request_that_is_checked_while_the_engine_closes_is_refused(llm, monke
         return 4
 
     with monkeypatch.context() as closing:
-        closing.setattr(llm.engine, "_checked", checked)
+        closing.setattr(llm.engine, "_check", checked)
         with pytest.raises(EngineClosedError):
             llm.engine.generate(request(llm), Sink().put)
     assert llm.current_load().running == 0

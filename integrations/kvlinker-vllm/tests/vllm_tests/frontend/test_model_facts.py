@@ -68,7 +68,7 @@ def test_workers_follow_the_settings_that_are_given_as_options(settings):
     given = {"disk_codec": "int8", "native": "off", "chunk_scores": False}
     config = configure(settings.model_copy(update=given | {"host_memory": 12345}))
     options = dict(config.kv_transfer_config.kv_connector_extra_config)
-    ConnectorOptions.taken_from(options)
+    ConnectorOptions.pop_from(options)
     workers = connector_settings(options)
     assert workers.state_dir == settings.state_dir
     assert {name: getattr(workers, name) for name in given} == given

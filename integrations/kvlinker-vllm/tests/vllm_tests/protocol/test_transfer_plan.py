@@ -13,10 +13,10 @@ from kvlinker_vllm.protocol.transfer_plan import (
     PARAM,
     PlacedChunk,
     TransferPlan,
-    packed,
+    pack_figures,
     plan_capture,
     plan_transfer,
-    unpacked,
+    unpack_figures,
 )
 
 KEY = "0" * 64
@@ -49,7 +49,7 @@ def transfer_for(prompt, policy):
 
 def read_again(transfer, prompt_tokens):
     signer, tokens = PlanSigner(b"key"), range(prompt_tokens)
-    return signer.verified(signer.params(transfer, tokens), tokens)
+    return signer.verify(signer.params(transfer, tokens), tokens)
 
 
 def positions_of(prompt_length, ranges):
@@ -75,7 +75,7 @@ def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prom
     observation = plan_transfer(first, keys, linked=first.length, measure="attention")
     assert (observation.linked, observation.runs) == (len(prompt), first.runs)
     attention = np.random.default_rng(0).random((2, len(prompt)), dtype=np.float32)
-    again = unpacked(packed(attention), tokens=len(prompt))
+    again = unpack_figures(pack_figures(attention), tokens=len(prompt))
     np.testing.assert_array_equal(again, attention)
     second = make_plan(prompt, parsed, Evidence(attention=attention))
     transfer = plan_transfer(second, keys, linked=first.runs[-1][0], second_pass=True)
@@ -198,7 +198,7 @@ def test_unsound_transfer_plans_are_refused_with_the_reason(change, word):
     placed = PlacedChunk(key=KEY, start=2, first=0, last=6, rotary_start=2)
     transfer = TransferPlan(linked=8, placements=(placed,), runs=((0, 2),))
     with pytest.raises(InvalidRequestError, match=word):
-        PlanSigner(b"key").verified({PARAM: transfer.model_dump(mode="json") | change}, range(20))
+        PlanSigner(b"key").verify({PARAM: transfer.model_dump(mode="json") | change}, range(20))
 
 
 def test_a_transfer_plan_leaves_the_last_token_to_vllm():
@@ -206,16 +206,16 @@ def test_a_transfer_plan_leaves_the_last_token_to_vllm():
     assert read_again(transfer, 9) == transfer
     with pytest.raises(InvalidRequestError, match="8 tokens of a prompt of 8"):
         read_again(transfer, 8)
-    assert PlanSigner(b"key").verified(None, range(8)) is None
-    assert PlanSigner(b"key").verified({"other": 1}, range(8)) is None
+    assert PlanSigner(b"key").verify(None, range(8)) is None
+    assert PlanSigner(b"key").verify({"other": 1}, range(8)) is None
 
 
 def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):
     signer, again = PlanSigner.of(tmp_path / "state"), PlanSigner.of(tmp_path / "state")
     transfer, other = (plan_capture(KEY, begin=begin, end=3) for begin in (0, 1))
     params = signer.params(transfer, [1, 2, 3, 4])
-    assert again.verified(params, [1, 2, 3, 4]) == transfer
-    assert signer.verified({}, [1]) is None
+    assert again.verify(params, [1, 2, 3, 4]) == transfer
+    assert signer.verify({}, [1]) is None
     for forged, tokens in (
         (params, [1, 2, 3, 5]),
         (params | {PARAM: signer.params(other, [1, 2, 3, 4])[PARAM]}, [1, 2, 3, 4]),
@@ -223,7 +223,7 @@ def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):
         (PlanSigner.of(tmp_path / "other").params(transfer, [1, 2, 3, 4]), [1, 2, 3, 4]),
     ):
         with pytest.raises(InvalidRequestError, match="signature"):
-            signer.verified(forged, tokens)
+            signer.verify(forged, tokens)
     assert (tmp_path / "state" / "signing.key").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["signing.key"]
     assert SIGNATURE in params

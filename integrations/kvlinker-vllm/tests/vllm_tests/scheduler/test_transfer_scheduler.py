@@ -70,9 +70,11 @@ class VLLM:
             self.end(name)
         self.first_steps = []
         for name in self.new:
-            external, waits = self.scheduler.matched(name, 0, len(self.prompts[name]))
+            external, waits = self.scheduler.match(name, 0, len(self.prompts[name]))
             assert external is not None
-            self.scheduler.allocated(name, self.prompts[name], [range(1000)], external=external)
+            self.scheduler.begin_transfer(
+                name, self.prompts[name], [range(1000)], external=external
+            )
             if not waits:
                 prefilled += len(self.prompts[name]) - external
                 self.end(name)
@@ -188,11 +190,11 @@ def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
 def test_what_a_first_pass_placed_is_not_computed_upon_when_a_chunk_is_gone(vllm):
     second = transfer_of(512, [(100, 116)]).model_copy(update={"second_pass": True})
     vllm.add("here", second)
-    assert vllm.scheduler.matched("here", 256, 520)[0] == 256
+    assert vllm.scheduler.match("here", 256, 520)[0] == 256
     vllm.gone.update(second.keys)
     vllm.add("second", second)
-    assert vllm.scheduler.matched("second", 256, 520) == (None, False)
-    assert vllm.scheduler.matched("second", 0, 520) == (0, False)
+    assert vllm.scheduler.match("second", 256, 520) == (None, False)
+    assert vllm.scheduler.match("second", 0, 520) == (0, False)
 
 
 def test_none_is_overtaken_by_those_that_come_later(vllm):
@@ -232,8 +234,8 @@ def test_what_was_decided_when_matched_holds_when_allocated(vllm):
     transfer = transfer_of(32, [(10, 13)])
     vllm.add("r", transfer, own=2)
     for tokens in (34, 500):
-        external, waits = vllm.scheduler.matched("r", 0, tokens)
-        vllm.scheduler.allocated("r", [0] * tokens, [range(9)], external=external)
+        external, waits = vllm.scheduler.match("r", 0, tokens)
+        vllm.scheduler.begin_transfer("r", [0] * tokens, [range(9)], external=external)
         assert vllm.scheduler._started[-1].waits == waits == (tokens == 500)
 
 
@@ -249,7 +251,7 @@ class Windows:
     def room_for(self, plan, begin, tokens):
         return self.room
 
-    def completed(self, request_id, plan, begin, held, request):
+    def complete(self, request_id, plan, begin, held, request):
         return ((1, 2),)
 
     def release(self, request_id):
@@ -266,8 +268,8 @@ def test_with_windows_every_request_waits_and_gives_its_blocks_back(vllm):
     vllm.decoders = 0
     windows = with_windows(vllm)
     vllm.add("r", transfer_of(32, [(10, 13)]))
-    assert vllm.scheduler.matched("r", 0, 40) == (32, True)
-    vllm.scheduler.allocated("r", [0] * 40, [range(9), [0, 0, 3]], external=32)
+    assert vllm.scheduler.match("r", 0, 40) == (32, True)
+    vllm.scheduler.begin_transfer("r", [0] * 40, [range(9), [0, 0, 3]], external=32)
     assert vllm.scheduler._started[-1].block_ids == ((1, 2),)
     vllm.scheduler.note_received(["r"])
     assert windows.released == ["r"]
@@ -277,7 +279,7 @@ def test_blocks_of_an_aborted_request_are_given_back_once_workers_have_ended_it(
     windows = with_windows(vllm)
     vllm.add("r", transfer_of(32, [(10, 13)]))
     vllm.step()
-    vllm.scheduler.finished("r")
+    vllm.scheduler.finish("r")
     assert windows.released == []
     vllm.scheduler.note_received(["r"])
     assert windows.released == ["r"]
@@ -289,13 +291,13 @@ def test_without_blocks_for_windows_requests_wait_a_while_and_are_computed_in_fu
     windows = with_windows(vllm, room=Room.LATER)
     for name in ("r", "s"):
         vllm.add(name, transfer_of(32, [(10, 13)]))
-        assert vllm.scheduler.matched(name, 0, 40) == LATER
+        assert vllm.scheduler.match(name, 0, 40) == LATER
     windows.room = Room.NEVER
-    assert vllm.scheduler.matched("r", 0, 40) == (0, False)
+    assert vllm.scheduler.match("r", 0, 40) == (0, False)
     windows.room = Room.LATER
     monkeypatch.setattr(transfer_scheduler, "MOST_SECONDS_WITHOUT_BLOCKS", 0)
-    assert vllm.scheduler.matched("s", 0, 40) == (0, False)
-    outcome = outcome_of(vllm.scheduler.finished("s"))
+    assert vllm.scheduler.match("s", 0, 40) == (0, False)
+    outcome = outcome_of(vllm.scheduler.finish("s"))
     assert outcome is not None
     assert not outcome.linked
 
@@ -305,8 +307,8 @@ def test_with_windows_a_second_pass_places_everything_again(vllm):
     with_windows(vllm)
     plan = transfer_of(64, [(10, 13)]).model_copy(update={"second_pass": True})
     vllm.add("r", plan)
-    assert vllm.scheduler.matched("r", 32, 72) == FORGET
-    assert vllm.scheduler.matched("r", 0, 72) == (64, True)
+    assert vllm.scheduler.match("r", 32, 72) == FORGET
+    assert vllm.scheduler.match("r", 0, 72) == (64, True)
 
 
 def test_evicted_chunks_are_waited_for(vllm):
@@ -322,8 +324,8 @@ def test_evicted_chunks_are_waited_for(vllm):
             StepReport(held=at if held else frozenset(), evicted=at if evicted else frozenset())
         )
         vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
-        assert vllm.scheduler.matched("r", 0, 34) == (32, waits)
-        vllm.scheduler.finished("r")
+        assert vllm.scheduler.match("r", 0, 34) == (32, waits)
+        vllm.scheduler.finish("r")
 
 
 def test_chunks_are_resident_where_all_workers_have_them():
@@ -332,7 +334,7 @@ def test_chunks_are_resident_where_all_workers_have_them():
     made.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     for rank, waits in ((0, True), (0, True), (1, False)):
         made.scheduler.note_report(StepReport(held=frozenset({(transfer.keys[0], rank)})))
-        assert made.scheduler.matched("r", 0, 34) == (32, waits)
+        assert made.scheduler.match("r", 0, 34) == (32, waits)
 
 
 def test_outcomes_tell_what_is_in_memory_beyond_what_is_known():
@@ -341,9 +343,9 @@ def test_outcomes_tell_what_is_in_memory_beyond_what_is_known():
     front = KnownMemory()
 
     def told():
-        params = SIGNER.params(transfer, [0] * 34) | {KNOWN: front.known()}
+        params = SIGNER.params(transfer, [0] * 34) | {KNOWN: front.report_numbers()}
         made.scheduler.admit("r", params, [0] * 34, salt="salt")
-        outcome = outcome_of(made.scheduler.finished("r"))
+        outcome = outcome_of(made.scheduler.finish("r"))
         assert outcome is not None
         assert outcome.memory is not None
         front.note(outcome.memory)
@@ -364,8 +366,8 @@ def test_vanished_chunks_are_not_waited_for(vllm):
     transfer = transfer_of(32, [(10, 13)])
     vllm.gone.add(transfer.keys[0])
     vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
-    assert vllm.scheduler.matched("r", 0, 34) == (0, False)
-    assert vllm.scheduler.finished("r")[PARAM]["linked"] is False
+    assert vllm.scheduler.match("r", 0, 34) == (0, False)
+    assert vllm.scheduler.finish("r")[PARAM]["linked"] is False
 
 
 @pytest.mark.parametrize(("external", "placed"), [(32, 29), (22, 19), (20, 19), (19, 19), (0, 0)])
@@ -380,7 +382,7 @@ def test_no_file_is_looked_at_while_a_request_waits(vllm):
     vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     vllm.looked_at.clear()
     for _ in range(3):
-        vllm.scheduler.matched("r", 0, 34)
+        vllm.scheduler.match("r", 0, 34)
     assert not vllm.looked_at
 
 
@@ -390,8 +392,8 @@ def test_signatures_may_be_anything(vllm, signature):
     vllm.scheduler.admit(
         "r", SIGNER.params(transfer, [0] * 34) | {SIGNATURE: signature}, [0] * 34, salt="salt"
     )
-    assert vllm.scheduler.matched("r", 0, 34) == (0, False)
-    assert vllm.scheduler.finished("r") is None
+    assert vllm.scheduler.match("r", 0, 34) == (0, False)
+    assert vllm.scheduler.finish("r") is None
 
 
 def test_aborted_requests_leave_nothing(vllm):
@@ -399,7 +401,7 @@ def test_aborted_requests_leave_nothing(vllm):
         vllm.add("r", transfer_of(4096, [(512, 600)]))
         for _ in range(steps):
             vllm.step()
-        assert vllm.scheduler.finished("r")
+        assert vllm.scheduler.finish("r")
         assert "r" not in vllm.scheduler._waiting
         del vllm.prompts["r"]
         vllm.new.clear()

@@ -31,7 +31,7 @@ class Machine:
         self.throttle = TransferThrottle(most, slowdown=slowdown, clock=lambda: self.now)
 
     def step(self, work=PLAIN):
-        self.throttle.planned(work)
+        self.throttle.note_plan(work)
         seconds = (
             self.plain
             + work.placed * self.placed
@@ -40,7 +40,7 @@ class Machine:
         seconds += self.fixed if work.computed else 0.0
         self.now += seconds
         self.gaps.append(seconds)
-        self.throttle.ended()
+        self.throttle.note_end()
 
     def link(self, placed, computed, own):
         """As the scheduler does it, the request's own first step included; the mean gap of a
@@ -220,5 +220,5 @@ def test_more_neighbours_are_noticed():
 
 def test_outputs_without_a_step_are_ignored():
     throttle = TransferThrottle(100, clock=lambda: 1.0)
-    throttle.ended()
+    throttle.note_end()
     assert throttle.tokens == LEAST_TOKENS

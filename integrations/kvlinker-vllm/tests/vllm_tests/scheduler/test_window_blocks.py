@@ -63,7 +63,7 @@ def test_nothing_is_borrowed_where_nothing_is_computed():
     pool = Pool()
     blocks = blocks_of(pool)
     held = held_by_vllm(160)
-    assert blocks.completed("r", plan_of(160), 0, held, None) == tuple(map(tuple, held))
+    assert blocks.complete("r", plan_of(160), 0, held, None) == tuple(map(tuple, held))
     assert pool.free == 40
     blocks.release("r")
     assert pool.free == 40
@@ -74,7 +74,7 @@ def test_what_is_computed_gets_its_windows_and_gives_them_back():
     pool = Pool()
     blocks = blocks_of(pool)
     full, windowed = held_by_vllm(160)
-    found = blocks.completed("r", plan_of(160, (80, 85)), 0, [full, windowed], None)
+    found = blocks.complete("r", plan_of(160, (80, 85)), 0, [full, windowed], None)
     assert found == (
         tuple(full),
         (0, 0, 0, 100, 101, 102, 0, 0, *windowed[8:]),
@@ -87,7 +87,7 @@ def test_what_is_computed_gets_its_windows_and_gives_them_back():
 def test_a_chunk_that_is_computed_gets_all_blocks():
     pool = Pool()
     blocks = blocks_of(pool)
-    found = blocks.completed("r", plan_of(160, (0, 160)), 0, held_by_vllm(160), None)
+    found = blocks.complete("r", plan_of(160, (0, 160)), 0, held_by_vllm(160), None)
     assert found is not None
     assert 0 not in found[1]
     assert pool.free == 40 - 8
@@ -97,7 +97,7 @@ def test_windows_that_reach_into_a_cached_prefix_hold_its_blocks():
     cached = tuple([SimpleNamespace(block_id=70 + n) for n in range(5)] for _ in range(2))
     pool = Pool(cached=cached)
     blocks = blocks_of(pool)
-    found = blocks.completed("r", plan_of(160, (20, 30), (80, 85)), 80, held_by_vllm(160), None)
+    found = blocks.complete("r", plan_of(160, (20, 30), (80, 85)), 80, held_by_vllm(160), None)
     assert found is not None
     assert found[1][:8] == (0, 0, 0, 73, 74, 100, 0, 0)
     assert pool.held == cached[1][3:]
@@ -107,10 +107,10 @@ def test_windows_that_reach_into_a_cached_prefix_hold_its_blocks():
 
 def test_without_blocks_there_is_no_linking():
     gone = blocks_of(Pool(cached=None))
-    assert gone.completed("r", plan_of(160, (80, 85)), 80, held_by_vllm(160), None) is None
+    assert gone.complete("r", plan_of(160, (80, 85)), 80, held_by_vllm(160), None) is None
     few = Pool(blocks=2)
     blocks = blocks_of(few)
-    assert blocks.completed("r", plan_of(160, (80, 85)), 0, held_by_vllm(160), None) is None
+    assert blocks.complete("r", plan_of(160, (80, 85)), 0, held_by_vllm(160), None) is None
     blocks.release("r")
     assert few.free == 2
 

@@ -20,10 +20,10 @@ from kvlinker_vllm.adapter.latent_layers import LatentLayer, latents_unplaceable
 from kvlinker_vllm.worker import fused_placing
 from kvlinker_vllm.worker.layers import (
     ChunkPart,
-    asked_kv,
     layer_launches,
     own_heads,
     place,
+    query_operands,
 )
 
 HEADS, OWN, SHARED, LATENT = 4, 8, 16, 24
@@ -78,7 +78,7 @@ def test_projected_queries_ask_what_expanded_keys_are_asked():
     expanded = torch.einsum("tl,hpl->thp", latent[:, 0], layer.module.W_UK_T)
     keys = torch.cat([expanded, key.expand(-1, HEADS, -1)], dim=-1)
     expected = torch.einsum("qhd,thd->qht", query, keys)
-    asked = layer.asked(key, latent)[:, 0]
+    asked = layer.query_operand(key, latent)[:, 0]
     ours = torch.einsum("qhd,td->qht", layer.queries(query.flatten(1)), asked)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
@@ -95,7 +95,7 @@ def test_every_worker_writes_all_of_a_chunk(part):
         turned = rotate(worker.rotary, part.positions, layer.key[0, 3:, None].clone())[:, 0]
         torch.testing.assert_close(found[:, LATENT:], turned)
         assert (turned - layer.key[0, 3:]).abs().max() > 0.1
-        asked = asked_kv(worker, 0, [part])[:, 0]
+        asked = query_operands(worker, 0, [part])[:, 0]
         torch.testing.assert_close(asked, torch.cat([found[:, LATENT:], layer.value[0, 3:]], -1))
 
 

@@ -117,7 +117,7 @@ def test_a_request_that_is_observed_shares_no_pass_with_captures(monkeypatch):
     bound.forward = lambda sequences, **_: forwarded.append(sequences.lengths)
     bound.slots = lambda group, block_ids, positions: positions
     monkeypatch.setattr(passes, "fused_placing", lambda *_, **__: None)
-    monkeypatch.setattr(passes, "recording", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(passes, "record_attention", lambda *_, **__: nullcontext())
     made = Passes(bound, layers, tokens=64, runs=8, native=False)
     capture = ChunkCapture.__new__(ChunkCapture)
     observation = QuestionObservation.__new__(QuestionObservation)

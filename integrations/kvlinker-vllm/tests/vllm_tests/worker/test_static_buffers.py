@@ -16,7 +16,7 @@ from kvlinker_vllm.adapter import AttentionLayer
 from kvlinker_vllm.protocol.transfer_plan import (
     COMPARED_LAYER,
     CapturedChunk,
-    unpacked,
+    unpack_figures,
 )
 from kvlinker_vllm.worker.layers import ChunkPart, trace_layers
 from kvlinker_vllm.worker.observing import QuestionObservation
@@ -24,7 +24,7 @@ from kvlinker_vllm.worker.recording import (
     ChunkCapture,
     KVComparison,
     RecordedRows,
-    recording,
+    record_attention,
 )
 
 HEADS, DIM, LAYERS, LENGTH, MOST = 2, 8, 2, 12, 16
@@ -115,7 +115,7 @@ def captured(bound, layers):
     chunk = CapturedChunk(key="0" * 64, begin=2, end=LENGTH)
     capture = ChunkCapture(chunk, tokens, layers, bound, with_scores=True)
     for first, last in ((0, CUT), (CUT, LENGTH)):
-        with recording(bound, layers, [RecordedRows(0, last - first, first, capture)]):
+        with record_attention(bound, layers, [RecordedRows(0, last - first, first, capture)]):
             bound.model(first, last)
         overwrite(bound)
     kv = capture.finish()
@@ -149,7 +149,7 @@ def observed(bound, layers):
     runs = [(0, 3, ()), (5, CUT, ()), (CUT, LENGTH, (part,))]
     for first, last, parts in runs:
         rows = RecordedRows(0, last - first, first, observation, parts)
-        with recording(bound, layers, [rows]):
+        with record_attention(bound, layers, [rows]):
             bound.model(first, last)
         overwrite(bound)
     return torch.stack(observation._weights)
@@ -166,10 +166,10 @@ def compared(bound, layers):
     for first, last in ((0, CUT), (CUT, LENGTH)):
         parts = (parts_of(first, last),)
         rows = RecordedRows(0, last - first, first, comparison, parts)
-        with recording(bound, layers, [rows], until=COMPARED_LAYER):
+        with record_attention(bound, layers, [rows], until=COMPARED_LAYER):
             bound.model(first, last)
         overwrite(bound)
-    return unpacked(comparison.finish(), tokens=LENGTH)
+    return unpack_figures(comparison.finish(), tokens=LENGTH)
 
 
 def test_compared_deviations_stay_as_they_were():

@@ -150,7 +150,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     by_policy = {row["policy"]: row for row in rows}
 
-    def left(policy: str) -> float:
+    def remainder(policy: str) -> float:
         """Return the deviation in percent of naive's."""
         naive: float = by_policy["naive"]["attention_deviation"]
         return 100 * float(by_policy[policy]["attention_deviation"]) / naive if naive else 0.0
@@ -164,19 +164,20 @@ def _finding(rows: Sequence[Row]) -> str:
         verdict = "the tokens that deviate most matter less than others"
     else:
         verdict = "no significant difference"
-    first, second = 100 - left(f"{ORACLE}-10"), left(f"{ORACLE}-10") - left(f"{ORACLE}-20")
+    tenth = remainder(f"{ORACLE}-10")
+    first, second = 100 - tenth, tenth - remainder(f"{ORACLE}-20")
     blend = by_policy["cacheblend-10"]
     return (
-        f"recomputing the 10% of tokens that truly deviate most leaves {left(f'{ORACLE}-10'):.0f}%"
-        f" of naive's attention deviation, a random 10% leaves {left(f'{CONTROL}-10'):.0f}%:"
+        f"recomputing the 10% of tokens that truly deviate most leaves {tenth:.0f}%"
+        f" of naive's attention deviation, a random 10% leaves {remainder(f'{CONTROL}-10'):.0f}%:"
         f" {verdict}. The first 10% of them take {first:.0f} points off, the next 10% another"
         f" {second:.0f}. cacheblend-10, which recomputes {100 * blend['recomputed_fraction']:.0f}%"
-        f" in a model of {len(blend['layers'])} layers, leaves {left('cacheblend-10'):.0f}%;"
-        f" query-10 leaves {left('query-10'):.0f}%."
+        f" in a model of {len(blend['layers'])} layers, leaves {remainder('cacheblend-10'):.0f}%;"
+        f" query-10 leaves {remainder('query-10'):.0f}%."
     )
 
 
-def _printed(rows: Sequence[Row]) -> list[Row]:
+def _table_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["policy"].partition("-")[2] not in ("2", "30")]
 
 
@@ -203,7 +204,7 @@ FIGURE = Figure(
     measure=_measure,
     draw=_draw,
     finding=_finding,
-    table=_printed,
+    table=_table_rows,
     size=(11.0, 4.4),
 )
 register(FIGURE)

@@ -259,17 +259,17 @@ def _ranks_finding(rows: Sequence[Row]) -> str:
         verdict = "not everywhere: no effect between " + "; ".join(
             row["layers"].replace(", ", " and ") for row in neighbours if row["ci_low"] <= 0
         )
-    told = (
+    text = (
         f"between neighbouring layers the mean correlation is {lowest:.2f} to {highest:.2f}:"
         f" {verdict}."
     )
     furthest = _from_first(rows)[-1]
     if furthest["second"] > neighbours[0]["second"]:
-        told += (
+        text += (
             f" Between layer 1, which CacheBlend starts from, and layer {furthest['second']} it is "
             f"{furthest['correlation']:.2f}."
         )
-    return told
+    return text
 
 
 def _neighbours(rows: Sequence[Row]) -> list[Row]:

@@ -46,16 +46,18 @@ def _finding(rows: Sequence[Row]) -> str:
     if by_policy["naive"]["vs_full_high"] >= 0:
         verdict = "but naive is not behind full by more than chance either"
     elif close:
-        verdict = f"within chance from {_recomputed(close[0])} on"
+        verdict = f"within chance from {_describe_recomputed(close[0])} on"
     else:
         verdict = "more than chance everywhere"
-    losses = ", ".join(f"{_difference(row)} with {_recomputed(row)} recomputed" for row in swept)
+    losses = ", ".join(
+        f"{_difference(row)} with {_describe_recomputed(row)} recomputed" for row in swept
+    )
     scores = ", ".join(f"{kind} {_score(by_policy[_at_equal(kind)])}" for kind in KINDS)
     return (
         f"full scores {_score(by_policy['full'])}, naive {_score(by_policy['naive'])}. CacheBlend's"
         f" difference from full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0"
         " is computed for all tokens, and a model of few layers pays much for it:"
-        f" {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
+        f" {swept[0]['policy']} recomputes {_describe_recomputed(swept[0])} on average."
     )
 
 
@@ -72,7 +74,7 @@ def _difference(row: Row) -> str:
     return f"{row['vs_full']:+.2f} ({row['vs_full_low']:+.2f} to {row['vs_full_high']:+.2f})"
 
 
-def _recomputed(row: Row) -> str:
+def _describe_recomputed(row: Row) -> str:
     return f"{100 * row['recomputed_fraction']:.0f}%"
 
 
@@ -81,7 +83,7 @@ def _overall(rows: Sequence[Row]) -> list[Row]:
 
 
 def _widest(rows: Sequence[Row]) -> str:
-    """Return the task that stands for all; a single task has no summary."""
+    """Return the summary of all tasks; a single task has none."""
     tasks = {row["task"] for row in rows}
     return ALL_TASKS if ALL_TASKS in tasks else str(rows[0]["task"])
 

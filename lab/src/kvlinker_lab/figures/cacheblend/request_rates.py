@@ -8,7 +8,7 @@ from typing import Any
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
-from kvlinker_lab.figures.serving import SHAPE, serving, value_at
+from kvlinker_lab.figures.serving import SHAPE, serve_shape, value_at
 from kvlinker_lab.load.prompts import PLAIN, REORDERED
 from kvlinker_lab.load.report import draw_over_load
 from kvlinker_lab.load.traffic import TrafficShape
@@ -30,7 +30,7 @@ sustained."""
 
 def _measure(lab: Lab) -> list[Row]:
     """Measure all rates; a lab's limit is the number of requests at each."""
-    with serving(lab, TRAFFIC) as load:
+    with serve_shape(lab, TRAFFIC) as load:
         return load.at_rates(POLICIES, RATES, requests=lab.limit or REQUESTS)
 
 
@@ -54,13 +54,13 @@ def _finding(rows: Sequence[Row]) -> str:
     assert idle is not None, "full has no answers at the lowest rate"
     limit = TIMES_IDLE * idle
     measured = dict.fromkeys(row["policy"] for row in rows)
-    sustained = {policy: _sustained(rows, policy, limit) for policy in measured}
+    sustained = {policy: _sustained_rate(rows, policy, limit) for policy in measured}
     at_lowest = ", ".join(
         f"{policy} {ttft:.0f} ms"
         for policy in measured
         if (ttft := value_at(rows, policy, "relative_rate", lowest, "ttft_p50_ms")) is not None
     )
-    told = ", ".join(f"{policy} {rate:g}" for policy, rate in sustained.items())
+    shown = ", ".join(f"{policy} {rate:g}" for policy, rate in sustained.items())
     missing = [policy for policy in (PLAIN, REORDERED) if policy not in measured]
     without = (
         f" Prefix caching ({', '.join(missing)}) is not measured: the engine has no prefix cache."
@@ -69,12 +69,12 @@ def _finding(rows: Sequence[Row]) -> str:
     )
     return (
         f"at the lowest rate, {lowest:g}, the median time to first token is {at_lowest}. The"
-        f" highest rate at which it stays below {TIMES_IDLE} times full's there: {told}; rates were"
-        f" {', '.join(f'{rate:g}' for rate in rates)}.{without}"
+        f" highest rate at which it stays below {TIMES_IDLE} times full's there: {shown}; rates"
+        f" were {', '.join(f'{rate:g}' for rate in rates)}.{without}"
     )
 
 
-def _sustained(rows: Sequence[Row], policy: str, limit_ms: float) -> float:
+def _sustained_rate(rows: Sequence[Row], policy: str, limit_ms: float) -> float:
     """Return the highest relative rate up to which the median time to first token is within the
     limit; 0 for none."""
     highest = 0.0

@@ -65,7 +65,7 @@ def _measure(lab: Lab) -> list[Row]:
         fits=lambda example: len(example.passages) >= max(COUNTS),
     ) as reader:
         for count in COUNTS:
-            examples = [_retrieved(example, count) for example in reader.examples]
+            examples = [_retrieve(example, count) for example in reader.examples]
             answered = []
             for done, (example, results) in enumerate(
                 evaluate(Examiner(reader.llm), examples, POLICIES)
@@ -95,7 +95,7 @@ def _measure(lab: Lab) -> list[Row]:
     return rows
 
 
-def _retrieved(example: Question, count: int) -> Question:
+def _retrieve(example: Question, count: int) -> Question:
     """Return the example with the ``count`` passages that fit its question best; all tasks become
     one."""
     return replace(
@@ -104,7 +104,7 @@ def _retrieved(example: Question, count: int) -> Question:
 
 
 def _holds_answer(example: Question) -> bool:
-    """Return whether every word of an answer stands in some passage."""
+    """Return whether every word of an answer is in some passage."""
     words = set(words_of(" ".join(example.passages)))
     return any(words.issuperset(words_of(answer)) for answer in example.answers)
 
@@ -140,26 +140,26 @@ def _finding(rows: Sequence[Row]) -> str:
     by_case = {(row["policy"], row["passages"]): row for row in rows}
     fewest, most = (by_case["full", count] for count in (min(COUNTS), max(COUNTS)))
     best = max((by_case["full", count] for count in COUNTS), key=lambda row: float(row["score"]))
-    told = (
+    text = (
         f"full scores {fewest['score']:.2f} with {fewest['passages']} chunk and {most['score']:.2f}"
         " with "
     )
-    told += str(most["passages"])
+    text += str(most["passages"])
     if best["score"] <= fewest["score"]:
-        told += ", no gain"
+        text += ", no gain"
     elif best["score"] > most["score"]:
-        told += f", but {best['score']:.2f} with {best['passages']}"
-    told += (
+        text += f", but {best['score']:.2f} with {best['passages']}"
+    text += (
         f"; the answer's words are then among the chunks for {100 * most['evidence']:.0f}% of the"
         " questions. "
     )
     differences = [by_case["naive", count]["vs_full"] for count in COUNTS]
-    told += "naive differs from it by " + ", ".join(
+    text += "naive differs from it by " + ", ".join(
         f"{difference:+.2f}" for difference in differences
     )
-    told += f" with {', '.join(map(str, COUNTS))} chunks. With {max(COUNTS)}: "
+    text += f" with {', '.join(map(str, COUNTS))} chunks. With {max(COUNTS)}: "
     return (
-        told
+        text
         + "; ".join(_beside_full(by_case[policy, max(COUNTS)]) for policy in POLICIES[1:])
         + "."
     )

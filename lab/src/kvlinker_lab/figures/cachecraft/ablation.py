@@ -75,20 +75,20 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     rouge = overall(rows, ROUGE)
 
-    def reached(policy: Policy) -> str:
+    def describe(policy: Policy) -> str:
         row = rouge[policy.name]
         return f"{row['score']:.2f} with {row['recomputed_fraction']:.0%} recomputed"
 
     whole, alone = rouge[WHOLE], rouge["naive"]
-    alphas = ", ".join(reached(policy) for policy in DESIGNS["Cache-Craft, α from 0.5 to 3"])
+    alphas = ", ".join(describe(policy) for policy in DESIGNS["Cache-Craft, α from 0.5 to 3"])
     left_out = "; ".join(
         f"{design.removeprefix('α = 1 ')}"
-        f" {reached(policies[0])}{_apart(rouge[policies[0].name], whole)}"
+        f" {describe(policies[0])}{_apart(rouge[policies[0].name], whole)}"
         for design, policies in DESIGNS.items()
         if design.startswith("α = 1")
     )
     fixed = "; ".join(
-        f"{design.removeprefix('fixed share, ')} {reached(DESIGNS[design][1])}"
+        f"{design.removeprefix('fixed share, ')} {describe(DESIGNS[design][1])}"
         for design in ("fixed share, Cache-Craft's order", "fixed share, random tokens")
     )
     return (

@@ -11,7 +11,7 @@ from typing import Any
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
-from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.figures.serving import SHAPE, describe_ratios, ratios, serve_shape
 from kvlinker_lab.load.prompts import PLAIN
 from kvlinker_lab.load.report import draw_over_load
 from kvlinker_lab.load.traffic import TrafficShape
@@ -33,7 +33,7 @@ def _measure(lab: Lab) -> list[Row]:
     batch."""
     batches = [batch for batch in BATCHES if lab.limit is None or batch <= lab.limit]
     taken: dict[tuple[str, int], list[Row]] = defaultdict(list)
-    with serving(lab, TRAFFIC) as load:
+    with serve_shape(lab, TRAFFIC) as load:
         for turn in range(REPEAT):
             for row in load.at_once(POLICIES, batches, seed=100 * turn):
                 taken[row["policy"], row["users"]].append(row)
@@ -52,7 +52,7 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median of what is known; None of nothing."""
+    """Return the median of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -68,7 +68,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 
 def _finding(rows: Sequence[Row]) -> str:
     def sooner(than: str) -> str:
-        return told_ratios(ratios(rows, than, CACHECRAFT, "batch", "ttft_ms"))
+        return describe_ratios(ratios(rows, than, CACHECRAFT, "batch", "ttft_ms"))
 
     without = (
         ""

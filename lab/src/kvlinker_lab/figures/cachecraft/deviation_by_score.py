@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.cachecraft.new_contexts import ORDERS, OTHERS, PARTS, reuses
-from kvlinker_lab.figures.cachecraft.scatter import binned
+from kvlinker_lab.figures.cachecraft.scatter import make_bins
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.statistics import Correlation, grouped_correlation
@@ -52,7 +52,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         axes.scatter(
             x, y, 8, alpha=0.35, color="tab:blue", linewidths=0, label="a chunk in a new context"
         )
-        bins = binned(x, y, BINS)
+        bins = make_bins(x, y, BINS)
         reach = [
             [one.y - one.interval.low for one in bins],
             [one.interval.high - one.y for one in bins],
@@ -89,7 +89,7 @@ def _table(rows: Sequence[Row]) -> list[Row]:
             "ci_high": one.interval.high,
         }
         for score, (kind, _, _) in PANELS.items()
-        for one in binned(*_points(rows, kind, score), BINS)
+        for one in make_bins(*_points(rows, kind, score), BINS)
     ]
 
 

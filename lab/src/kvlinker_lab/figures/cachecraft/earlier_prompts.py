@@ -59,7 +59,7 @@ class EarlierPrompts:
         order = [mixed[index] for index in generator.permutation(len(mixed))]
         half = -(-len(order) // 2)
         for part in (order[:half], order[half:]):
-            known = cached_together(self.llm, [chunk for _, chunk in part], example.question)
+            known = cache_together(self.llm, [chunk for _, chunk in part], example.question)
             for (index, _), chunk in zip(part, known.chunks, strict=True):
                 if index is not None:
                     chunks[index] = chunk
@@ -70,17 +70,17 @@ class EarlierPrompts:
         return self.questions[following % len(self.questions)]
 
 
-def cached_together(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:
+def cache_together(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:
     """Return a prompt of these chunks, as variants whose KV is computed there now.
 
     Raises InvalidRequestError for another engine than the embedded one.
     """
     if not isinstance(llm.engine, EmbeddedEngine):
         raise InvalidRequestError("Variants can only be computed at will with the embedded engine.")
-    return llm.engine.cache_prompt(asked(llm, chunks, question), tenant=DEFAULT_TENANT).result()
+    return llm.engine.cache_prompt(ask(llm, chunks, question), tenant=DEFAULT_TENANT).result()
 
 
-def asked(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:
+def ask(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:
     """Return the prompt of a question about chunks, as one user message."""
     return llm.builder.chat([ChatMessage("user", (*chunks, question))])
 
@@ -141,7 +141,7 @@ def quality_of_earlier_chunks(
     and metric.
 
     The metrics are ``VERSUS_FULL``, and as ``TASK`` the one that the task is measured by. ``what``
-    is told while it runs.
+    is shown while it runs.
     """
     names = [REFERENCE, *(str(policy) for policy in policies)]
     with lab.open_reader(limit=limit) as reader:

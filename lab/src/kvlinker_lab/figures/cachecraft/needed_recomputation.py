@@ -9,7 +9,7 @@ from typing import Any
 
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.cachecraft.new_contexts import reuses
-from kvlinker_lab.figures.cachecraft.scatter import binned, line_through_zero
+from kvlinker_lab.figures.cachecraft.scatter import line_through_zero, make_bins
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.statistics import grouped_correlation
@@ -74,7 +74,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         linewidths=0,
         label=f"a chunk in a new context, for {SHOWN}",
     )
-    bins = binned(x, y, BINS)
+    bins = make_bins(x, y, BINS)
     reach = [
         [one.y - one.interval.low for one in bins],
         [one.interval.high - one.y for one in bins],
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Row]) -> list[Row]:
             "ci_high": one.interval.high,
         }
         for threshold in THRESHOLDS
-        for one in binned(*_points(rows, threshold), BINS)
+        for one in make_bins(*_points(rows, threshold), BINS)
     ]
 
 

@@ -14,8 +14,8 @@ from kvlinker.linking.policies.cachecraft import context_impact, order_penalty, 
 from kvlinker.prompting.segments import Prompt
 from kvlinker_lab.figures.cachecraft.earlier_prompts import (
     ContextOrder,
-    asked,
-    cached_together,
+    ask,
+    cache_together,
     scores_of,
 )
 from kvlinker_lab.figures.lab import Lab, OpenReader
@@ -84,7 +84,7 @@ def reuses(lab: Lab, *, limit: int, percents: Sequence[int] = (0,)) -> list[Reus
         for index in range(len(olds)):
             lab.progress("new contexts", index, len(olds))
             for case in _cases(reader, olds, index):
-                found += _measured(reader, case, percents)
+                found += _measure(reader, case, percents)
     return found
 
 
@@ -92,7 +92,7 @@ def _old_chunks(reader: OpenReader, passages: Sequence[str], question: str) -> t
     """Return the passages as chunks computed behind one another; none if there are too few."""
     chunks = dict.fromkeys(reader.llm.builder.encode_chunk(passage) for passage in passages)
     few = list(chunks)[:MOST_CHUNKS]
-    return cached_together(reader.llm, few, question).chunks if len(few) >= FEWEST_CHUNKS else ()
+    return cache_together(reader.llm, few, question).chunks if len(few) >= FEWEST_CHUNKS else ()
 
 
 def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) -> Iterator[_Case]:
@@ -101,7 +101,7 @@ def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) ->
     question = reader.examples[0].question
 
     def case(kind: str, chunks: Sequence[Chunk], looked_at: Iterable[tuple[int, int]]) -> _Case:
-        return _Case(kind, asked(reader.llm, chunks, question), tuple(looked_at))
+        return _Case(kind, ask(reader.llm, chunks, question), tuple(looked_at))
 
     foreign = [((index + place) % len(olds), place) for place in range(min(MOST_CHUNKS, len(olds)))]
     foreign = [(example, place) for example, place in foreign if place < len(olds[example])]
@@ -123,7 +123,7 @@ def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) ->
         )
 
 
-def _measured(reader: OpenReader, case: _Case, percents: Sequence[int]) -> list[ReusedChunk]:
+def _measure(reader: OpenReader, case: _Case, percents: Sequence[int]) -> list[ReusedChunk]:
     """Measure the chunks of a case; those whose KV happens to be exact there are left out."""
     prompt = case.prompt
     looked_at = [

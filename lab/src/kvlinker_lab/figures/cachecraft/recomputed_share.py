@@ -47,13 +47,13 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     rouge, own = overall(rows, ROUGE), overall(rows, TASK)
 
-    def reached(policy: str) -> str:
+    def describe(policy: str) -> str:
         return (
             f"{rouge[policy]['score']:.2f} at {rouge[policy]['recomputed_fraction']:.0%} ({policy})"
         )
 
-    crafted = ", ".join(reached(f"cachecraft-{alpha}") for alpha in ALPHAS)
-    controls = ", ".join(reached(f"{control}-30") for control in ("h2o", "random"))
+    crafted = ", ".join(describe(f"cachecraft-{alpha}") for alpha in ALPHAS)
+    controls = ", ".join(describe(f"{control}-30") for control in ("h2o", "random"))
     alone = rouge["naive"]
     gains = [alpha for alpha in ALPHAS if rouge[f"cachecraft-{alpha}"]["ci_low"] > alone["ci_high"]]
     clear = (

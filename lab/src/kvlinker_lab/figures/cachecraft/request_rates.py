@@ -9,7 +9,7 @@ from typing import Any
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
-from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.figures.serving import SHAPE, describe_ratios, ratios, serve_shape
 from kvlinker_lab.load.prompts import PLAIN
 from kvlinker_lab.load.report import draw_over_load
 from kvlinker_lab.load.traffic import TrafficShape
@@ -29,7 +29,7 @@ REQUESTS = 24
 
 def _measure(lab: Lab) -> list[Row]:
     """Measure all loads; a lab's limit is the number of requests at each."""
-    with serving(lab, TRAFFIC) as load:
+    with serve_shape(lab, TRAFFIC) as load:
         return load.at_rates(POLICIES, LOADS, requests=lab.limit or REQUESTS)
 
 
@@ -51,8 +51,8 @@ def _finding(rows: Sequence[Row]) -> str:
         more = ratios(rows, policy, baseline, "relative_rate", "requests_per_s")
         sooner = ratios(rows, baseline, policy, "relative_rate", "latency_p50_ms")
         return (
-            f"{policy}'s throughput is {told_ratios(more)}, its response latency lower by"
-            f" {told_ratios(sooner)}"
+            f"{policy}'s throughput is {describe_ratios(more)}, its response latency lower by"
+            f" {describe_ratios(sooner)}"
         )
 
     named = (

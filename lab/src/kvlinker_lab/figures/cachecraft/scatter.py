@@ -26,7 +26,7 @@ class Bin:
     """Number of points."""
 
 
-def binned(x: Sequence[float], y: Sequence[float], bins: int) -> list[Bin]:
+def make_bins(x: Sequence[float], y: Sequence[float], bins: int) -> list[Bin]:
     """Make at most ``bins`` bins of about equally many points, ascending in ``x``; equal x are
     never parted."""
     across, up = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)

@@ -10,7 +10,7 @@ from typing import Any
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.evaluation.statistics import mean_interval
-from kvlinker_lab.figures.cachecraft.earlier_prompts import ContextOrder, EarlierPrompts, asked
+from kvlinker_lab.figures.cachecraft.earlier_prompts import ContextOrder, EarlierPrompts, ask
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 from kvlinker_lab.inspection import attention_deviation, relative_kv_distance
@@ -42,7 +42,7 @@ def _measure(lab: Lab) -> list[Row]:
         for done, example in enumerate(reader.examples):
             lab.progress("orders", done, len(reader.examples))
             chunks = [reader.llm.builder.encode_chunk(passage) for passage in example.passages]
-            prompt = earlier(example, asked(reader.llm, chunks, example.question))
+            prompt = earlier(example, ask(reader.llm, chunks, example.question))
             if not prompt.inexact.any():
                 continue
             full = reader.inspector.inspect_prompt(prompt, "full")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvlinker.quality.bench.harness.report import Row
-from kvlinker_lab.figures.cachecraft.earlier_prompts import cached_together, scores_of
+from kvlinker_lab.figures.cachecraft.earlier_prompts import cache_together, scores_of
 from kvlinker_lab.figures.cachecraft.scatter import cumulative_share
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
@@ -27,7 +27,7 @@ def _measure(lab: Lab) -> list[Row]:
         for done, example in enumerate(reader.examples):
             lab.progress("scores", done, len(reader.examples))
             chunks = [reader.llm.builder.encode_chunk(passage) for passage in example.passages]
-            for chunk in cached_together(reader.llm, chunks, example.question).chunks[1:]:
+            for chunk in cache_together(reader.llm, chunks, example.question).chunks[1:]:
                 curves.append(
                     cumulative_share(
                         scores_of(reader.llm, chunk).inter, [p / 100 for p in PERCENTS]

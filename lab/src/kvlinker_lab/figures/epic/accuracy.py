@@ -9,7 +9,7 @@ from kvlinker.quality.bench.harness.report import Row
 from kvlinker.quality.bench.quality import main_rows
 from kvlinker.quality.evaluation.examples import Question
 from kvlinker_lab.figures.drawing import family_of, points, score_over_ttft
-from kvlinker_lab.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
+from kvlinker_lab.figures.epic.tradeoff import front, overall, pick_timed, with_pareto, with_ttft
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
@@ -34,7 +34,9 @@ EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 
 def _measure(lab: Lab) -> list[Row]:
     asked = lab.examine("accuracy", POLICIES, limit=EXAMPLES, datasets=(DATASET,))
-    examples = timed([example for example, _ in asked.answered if isinstance(example, Question)])
+    examples = pick_timed(
+        [example for example, _ in asked.answered if isinstance(example, Question)]
+    )
     seconds = lab.first_token_times(
         "time to first token", [{FORM: example} for example in examples], POLICIES
     )

@@ -14,7 +14,7 @@ from kvlinker.quality.evaluation.examples import Question
 from kvlinker.quality.evaluation.statistics import mean_interval
 from kvlinker.quality.evaluation.task_scores import ALL_TASKS, main_score
 from kvlinker_lab.figures.drawing import points, score_over_ttft
-from kvlinker_lab.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
+from kvlinker_lab.figures.epic.tradeoff import front, overall, pick_timed, with_pareto, with_ttft
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
 
@@ -49,7 +49,7 @@ def _measure(lab: Lab) -> list[Row]:
     pairs = _pairs(asked[SEMANTIC].answered, asked[FIXED].answered)
     forms: list[dict[str, Question]] = [
         {SEMANTIC: semantic, FIXED: fixed}
-        for (semantic, _), (fixed, _) in timed(pairs)
+        for (semantic, _), (fixed, _) in pick_timed(pairs)
         if isinstance(semantic, Question) and isinstance(fixed, Question)
     ]
     seconds = lab.first_token_times("time to first token", forms, POLICIES)
@@ -132,9 +132,9 @@ def _finding(rows: Sequence[Row]) -> str:
                 f"windows of {WINDOW} tokens make {fixed['full']['chunks']:.0f} chunks of a prompt,"
                 f" its own passages {of[SEMANTIC, 'full']['chunks']:.0f}. Over {fixed['full']['n']}"
                 " questions, windows change the score by"
-                f" {'; '.join(f'{policy} {_changed(row)}' for policy, row in fixed.items())}."
+                f" {'; '.join(f'{name} {_describe_change(row)}' for name, row in fixed.items())}."
             ),
-            *(f"On {row['task']}, naive changes {_changed(row)}." for row in by_kind),
+            *(f"On {row['task']}, naive changes {_describe_change(row)}." for row in by_kind),
             (
                 f"{EPIC} recomputes {ours['recomputed_fraction']:.0%} of the cached tokens and"
                 f" takes {ours['ttft_ms']:.0f} ms with passages,"
@@ -150,7 +150,7 @@ def _finding(rows: Sequence[Row]) -> str:
     )
 
 
-def _changed(row: Row) -> str:
+def _describe_change(row: Row) -> str:
     """Say by how much the score changed, and whether that is more than chance (by the 95%
     interval)."""
     low, high = row["vs_semantic_low"], row["vs_semantic_high"]

@@ -38,17 +38,17 @@ def _measure(lab: Lab) -> list[Row]:
         sum(1 + (REPEAT + 1) * (len(POLICIES) - (number > FULL_CHUNKS)) for number in chunks),
     )
 
-    def told(what: str, _done: int = 0, _total: int | None = None, /) -> None:
+    def report_progress(what: str, _done: int = 0, _total: int | None = None, /) -> None:
         lab.progress(what, next(steps), total)
 
     report = run_ttft(
-        lab.timed(SHAPE),
+        lab.random_weights(SHAPE),
         [Workload(number, CHUNK_TOKENS, FRESH_TOKENS) for number in chunks],
         POLICIES,
         repeat=REPEAT,
         full_limit=Workload(FULL_CHUNKS, CHUNK_TOKENS, FRESH_TOKENS).tokens,
         with_transformers=False,
-        progress=told,
+        progress=report_progress,
     )
     return list(report.rows)
 

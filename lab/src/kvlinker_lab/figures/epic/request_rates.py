@@ -9,7 +9,7 @@ from typing import Any
 from kvlinker.quality.bench.harness.report import Row
 from kvlinker_lab.figures.figure import Figure, register
 from kvlinker_lab.figures.lab import Lab
-from kvlinker_lab.figures.serving import SHAPE, ratios, serving, told_ratios
+from kvlinker_lab.figures.serving import SHAPE, describe_ratios, ratios, serve_shape
 from kvlinker_lab.load.report import draw_over_load
 from kvlinker_lab.load.traffic import TrafficShape
 
@@ -25,7 +25,7 @@ REQUESTS = 24
 
 def _measure(lab: Lab) -> list[Row]:
     """Measure all rates; a lab's limit is the number of requests at each."""
-    with serving(lab, TRAFFIC) as load:
+    with serve_shape(lab, TRAFFIC) as load:
         return load.at_rates(POLICIES, RATES, requests=lab.limit or REQUESTS)
 
 
@@ -45,8 +45,8 @@ def _finding(rows: Sequence[Row]) -> str:
         sooner = ratios(rows, CACHEBLEND, policy, "relative_rate", "ttft_p50_ms")
         more = ratios(rows, policy, CACHEBLEND, "relative_rate", "tokens_per_s")
         return (
-            f"{policy}'s first token comes sooner by {told_ratios(sooner)}; its throughput is"
-            f" {told_ratios(more)}"
+            f"{policy}'s first token comes sooner by {describe_ratios(sooner)}; its throughput is"
+            f" {describe_ratios(more)}"
         )
 
     failed = sum(row["failed"] for row in rows)

@@ -17,7 +17,7 @@ kinds is a multiple of it, so that all kinds are timed."""
 Asked = TypeVar("Asked")
 
 
-def timed(examples: Sequence[Asked]) -> Sequence[Asked]:
+def pick_timed(examples: Sequence[Asked]) -> Sequence[Asked]:
     """Pick the examples to time: every fifth."""
     return examples[::TIMED_SHARE]
 
@@ -28,7 +28,7 @@ def with_ttft(
     seconds: Sequence[Mapping[tuple[str, str], float]],
     form: str,
 ) -> list[Row]:
-    """Add ``ttft_ms`` to quality rows: the mean over the ``timed`` examples of the row's task.
+    """Add ``ttft_ms`` to quality rows: the mean over the ``pick_timed`` examples of the row's task.
 
     ``seconds`` are by (form, policy) for each of ``examples``; those of ``form`` count. Tasks
     without an example are left out.

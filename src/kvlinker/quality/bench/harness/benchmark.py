@@ -197,7 +197,7 @@ def find_benchmark(name: str, package: str = PACKAGE) -> Benchmark:
 
 
 class DeclaredBenchmark(NamedTuple):
-    """Says where a benchmark is, without importing it."""
+    """The module of a benchmark and its summary, found without importing it."""
 
     module: str
     summary: str
@@ -233,14 +233,14 @@ def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, DeclaredBenchmar
 
 
 def compared_policies(text: str | None, settings: Settings) -> list[str]:
-    """Read policies with commas between; without any, take those that are compared by default,
-    among them the one that requests have under these settings, and what it is the union of. Raises
-    PolicyError for a bad one."""
+    """Read policies with commas between. Without any, return the default ones: among them are the
+    policy of requests under these settings, and the parts of its union. Raises PolicyError for a
+    bad one."""
     usual = ",".join((settings.usual_policy, *settings.usual_policy.split(SIGN)))
     return policy_names(text or f"full,naive,{usual},legolink-16,attnlink-16,random-15")
 
 
-def followed(policies: Sequence[str], model: LoadedModel) -> list[str]:
+def supported_policies(policies: Sequence[str], model: LoadedModel) -> list[str]:
     """Return those policies under which the model can be linked: of the ones that are compared by
     default, the others are left out."""
     return [name for name in policies if model.unsupported(parse_policy(name)) is None]

@@ -96,7 +96,7 @@ def cache_chunks(engine: Engine, prompt: Prompt) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenAnswer:
-    """Says how long an answer of one token took."""
+    """The times of an answer of one token."""
 
     seconds: float
     """The seconds from the request to the first token."""

@@ -55,7 +55,7 @@ class ReportCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """Holds the results of one benchmark, and what they depend on."""
+    """The results of one benchmark, and the conditions of the run."""
 
     command: str
     """The command line that reproduces the run."""
@@ -68,7 +68,7 @@ class Report:
     notes: Sequence[str] = ()
     """Lines to be shown behind the table."""
     warnings: Sequence[str] = ()
-    """Warnings of what was left out, and why."""
+    """Warnings about omitted parts, with the reasons."""
     checks: Sequence[ReportCheck] = ()
     """Conditions of the run. The command ends with 1 where one is not met."""
 
@@ -109,7 +109,7 @@ class Report:
             )
 
     def write_json(self, path: Path) -> None:
-        """Write everything but what is only shown."""
+        """Write everything except the parts that are only shown."""
         content: dict[str, Any] = {
             "command": self.command,
             "machine": self.machine,

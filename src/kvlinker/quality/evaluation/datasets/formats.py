@@ -16,7 +16,7 @@ from kvlinker.quality.evaluation.examples import Example, Skipped
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Holds what examples are made with."""
+    """The data set that examples belong to, and the splitter of their contexts."""
 
     name: str
     """The data set's name."""

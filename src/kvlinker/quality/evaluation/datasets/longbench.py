@@ -23,7 +23,7 @@ from kvlinker.quality.evaluation.examples import Question
 
 
 class Task(NamedTuple):
-    """Says how a task is asked, measured and cut off."""
+    """The question, the metric and the limit of a task."""
 
     metric: str
     max_tokens: int

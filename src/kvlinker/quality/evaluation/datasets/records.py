@@ -44,12 +44,12 @@ def read_records(path: Path) -> Iterator[Record | Skipped]:
             raise InvalidRequestError(
                 f"{path} holds no list of records, but {type(entries).__name__}."
             )
-        yield from (_checked(number, entry) for number, entry in enumerate(entries, 1))
+        yield from (_check_record(number, entry) for number, entry in enumerate(entries, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in texts
         if line.strip():
             try:
-                yield _checked(number, json.loads(line))
+                yield _check_record(number, json.loads(line))
             except (ValueError, RecursionError) as error:
                 yield Skipped(f"record {number}", f"not valid JSON: {error}")
 
@@ -70,18 +70,18 @@ def texts_field(record: Record, name: str) -> tuple[str, ...]:
 
     Raises BadRecordError if none is left.
     """
-    texts = tuple(text for text in _flattened(field(record, name), name) if text.strip())
+    texts = tuple(text for text in _flatten(field(record, name), name) if text.strip())
     if not texts:
         raise BadRecordError(f"{name!r} is empty")
     return texts
 
 
-def _flattened(value: Any, name: str) -> Iterator[str]:
+def _flatten(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for entry in value:
-            yield from _flattened(entry, name)
+            yield from _flatten(entry, name)
     else:
         raise BadRecordError(f"{name!r} holds {type(value).__name__}, but must hold texts")
 
@@ -93,7 +93,7 @@ def field(record: Record, name: str) -> Any:
     return record.fields[name]
 
 
-def _checked(number: int, entry: Any) -> Record | Skipped:
+def _check_record(number: int, entry: Any) -> Record | Skipped:
     if isinstance(entry, dict):
         return Record(number, entry)
     return Skipped(f"record {number}", f"a record must be an object, not {type(entry).__name__}")

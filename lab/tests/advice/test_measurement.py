@@ -21,8 +21,8 @@ from kvlinker.store.chunk_kv import ChunkState
 from kvlinker.store.remote.objects import object_tier
 from kvlinker.store.remote.redis import redis_tier
 from kvlinker.store.tiers import ConfiguredTier
-from kvlinker_lab.advice import probing
-from kvlinker_lab.advice.probing import (
+from kvlinker_lab.advice import measurement
+from kvlinker_lab.advice.measurement import (
     ROUNDS,
     ProbeFailedError,
     measurable_tiers,
@@ -214,7 +214,7 @@ def test_a_prefill_that_was_disturbed_does_not_count(
         asked.append((len(prompt), policy))
         return FirstTokenAnswer(0.0, Timing(link=next(usual)))
 
-    monkeypatch.setattr(probing, "first_token", first_token)
+    monkeypatch.setattr(measurement, "first_token", first_token)
     engine: Any = None
     assert 1.0 <= measure_prefill(engine, 100, 80) <= 1.2
     assert asked == [(10, "full"), *[(80, "full")] * ROUNDS]
@@ -255,10 +255,10 @@ def test_samples_of_hybrids_have_their_states() -> None:
     plain = chunk_kv(7, tokens=200)
     state = ChunkState(torch.zeros(5, 8), (torch.zeros(5, 2),))
     sample = replace(plain, states=(state,))
-    (copy,) = probing._samples(sample, 150, BUDGET)
+    (copy,) = measurement._samples(sample, 150, BUDGET)
     assert (copy.tokens, copy.nbytes) == (200, sample.nbytes)
     assert copy.states[0].mixed is not state.mixed
     assert measure_memory([copy], torch.device("cpu")).nbytes == sample.nbytes
-    (shorter,) = probing._samples(plain, 150, plain.nbytes // 2)
+    (shorter,) = measurement._samples(plain, 150, plain.nbytes // 2)
     assert shorter.tokens == 100
-    assert not probing._samples(sample, 150, sample.nbytes // 2)
+    assert not measurement._samples(sample, 150, sample.nbytes // 2)

@@ -17,8 +17,8 @@ from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.llm import LLM
 from kvlinker.service.audit.certificate import Agreement, Certificate
 from kvlinker.settings import load_settings
-from kvlinker_lab.certification import certifying
-from kvlinker_lab.certification.certifying import (
+from kvlinker_lab.certification import measurement
+from kvlinker_lab.certification.measurement import (
     QUESTIONS,
     audit_own_chunks,
     certify,
@@ -118,7 +118,7 @@ def test_the_page_has_another_name_than_the_certificate(tmp_path: Path) -> None:
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(certifying, "certify", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(measurement, "certify", lambda *_, **__: pytest.fail("measured"))
     run = CliRunner().invoke(app, ["certify", "--policy", POLICY])
     assert run.exit_code == 2
     assert "This needs the library matplotlib" in run.output

@@ -88,7 +88,7 @@ class TierAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Says how a tier delivered samples."""
+    """The delivery of samples by a tier."""
 
     nbytes: int
     """Bytes of all samples, as stored."""
@@ -264,7 +264,7 @@ def _measure_tiers(
     tiers: Sequence[tuple[ConfiguredTier, int]],
     progress: Progress,
 ) -> tuple[dict[str, Delivery], dict[str, str]]:
-    """Return what was measured and what failed, by tier."""
+    """Return the measurements and the failures, by tier."""
     measured, failed = {}, {}
     rooms = ({"host": host_bytes // 10} if host_bytes else {}) | {
         tier.name: room for tier, room in tiers
@@ -312,8 +312,8 @@ def _signals_held() -> Iterator[Callable[[], None]]:
 def _percent_of(
     policy: Policy, engine: Engine, loaded: LoadedModel, length: int, progress: Progress
 ) -> float:
-    """Return what the policy recomputes of a context: its own percentage, or what it does to random
-    chunks."""
+    """Return the percent of a context that the policy recomputes: its own percentage, or that of
+    random chunks."""
     own = getattr(policy, "percent", None)
     if isinstance(own, float):
         return own

@@ -9,7 +9,12 @@ import pytest
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.quality.measuring import TENANT, affordable_questions, measure_policies, measuring
+from kvlinker.quality.policy_measurement import (
+    TENANT,
+    affordable_questions,
+    measure_in_background,
+    measure_policies,
+)
 from kvlinker.settings import Settings
 from tests.waiting import wait_until
 
@@ -18,9 +23,9 @@ from tests.waiting import wait_until
 def _soon_and_little(monkeypatch):
     """Rows in one context, of few questions, at once."""
     monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.CONTEXTS", 1)
-    monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 1)
-    monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 1)
-    monkeypatch.setattr("kvlinker.quality.measuring.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.QUESTIONS", 1)
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.LEAST_QUESTIONS", 1)
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.IDLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -51,18 +56,18 @@ def test_rows_are_computed_before_and_nothing_is_left(llm):
 
 def test_a_server_measures_once(tmp_path, monkeypatch):
     settings = Settings(state_dir=tmp_path)
-    with LLM.from_settings(settings) as llm, measuring(llm):
+    with LLM.from_settings(settings) as llm, measure_in_background(llm):
         wait_until(lambda: figures_of(llm))
         chosen = llm.default_policy()
-    monkeypatch.setattr("kvlinker.quality.measuring.measure_policies", refused)
-    with LLM.from_settings(settings) as llm, measuring(llm):
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.measure_policies", refused)
+    with LLM.from_settings(settings) as llm, measure_in_background(llm):
         assert figures_of(llm)
         assert llm.default_policy() == chosen
 
 
 def test_a_server_whose_policy_is_set_measures_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvlinker.quality.measuring.measure_policies", refused)
-    with LLM(state_dir=tmp_path, policy="row") as llm, measuring(llm):
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.measure_policies", refused)
+    with LLM(state_dir=tmp_path, policy="row") as llm, measure_in_background(llm):
         assert llm.policy_manager.auto is None
 
 
@@ -78,7 +83,7 @@ def refused(*_args, **_options):
 def test_measuring_ends_with_the_server(tmp_path):
     settings = Settings(state_dir=tmp_path)
     with LLM.from_settings(settings) as llm:
-        with measuring(llm):
+        with measure_in_background(llm):
             wait_until(
                 lambda: any(each.name == "kvlinker-measuring" for each in threading.enumerate())
             )
@@ -88,7 +93,7 @@ def test_measuring_ends_with_the_server(tmp_path):
 
 def test_a_server_that_stops_meanwhile_has_no_error(tmp_path, caplog):
     llm = LLM.from_settings(Settings(state_dir=tmp_path))
-    with measuring(llm):
+    with measure_in_background(llm):
         wait_until(lambda: llm.current_load().running)
         llm.close()
         wait_until(lambda: all(each.name != "kvlinker-measuring" for each in threading.enumerate()))
@@ -99,8 +104,8 @@ def test_a_server_that_stops_meanwhile_has_no_error(tmp_path, caplog):
     ("seconds", "expected"), [(None, 8), (0.01, 8), (2.0, 6), (20.0, 2), (100.0, 2)]
 )
 def test_slow_engines_are_asked_less(monkeypatch, seconds, expected):
-    monkeypatch.setattr("kvlinker.quality.measuring.QUESTIONS", 8)
-    monkeypatch.setattr("kvlinker.quality.measuring.LEAST_QUESTIONS", 2)
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.QUESTIONS", 8)
+    monkeypatch.setattr("kvlinker.quality.policy_measurement.LEAST_QUESTIONS", 2)
     llm: Any = SimpleNamespace(engine=SimpleNamespace(prefill_seconds=lambda tokens: seconds))
     assert affordable_questions(llm) == expected
 
@@ -110,7 +115,7 @@ def test_a_model_without_a_chat_template_is_told_of_in_a_line(tmp_path, monkeypa
         raise InvalidRequestError("There is no chat template.")
 
     monkeypatch.setattr("kvlinker.prompting.builder.PromptBuilder.chat", chat)
-    with LLM.from_settings(Settings(state_dir=tmp_path)) as llm, measuring(llm):
+    with LLM.from_settings(Settings(state_dir=tmp_path)) as llm, measure_in_background(llm):
         wait_until(lambda: "There is no chat template." in caplog.text)
     assert not [record for record in caplog.records if record.exc_info]
 

@@ -104,7 +104,7 @@ def certify(
     )
     quality = run_quality(subject, settings, asked, progress=progress)
     tasks = agreement_by_task(quality.answered, policy)
-    with LLM.from_model(subject.loaded, _audited(settings)) as llm:
+    with LLM.from_model(subject.loaded, _audit_settings(settings)) as llm:
         own = audit_own_chunks(llm, prompts, progress=progress)
         fingerprint = llm.engine.fingerprint
     tasks |= {OWN_CHUNKS: own} if own.samples else {}
@@ -201,7 +201,7 @@ def _chunks(llm: LLM, scope: Scope) -> list[ContextCache]:
     return found
 
 
-def _audited(settings: Settings) -> Settings:
+def _audit_settings(settings: Settings) -> Settings:
     """Return the settings with every answer audited, and the catalog and tiers of the store."""
     changed = {
         **UNMEASURED,

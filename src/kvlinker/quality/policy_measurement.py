@@ -63,7 +63,7 @@ POLL_SECONDS = 0.5
 
 
 @contextmanager
-def measuring(llm: LLM) -> Iterator[None]:
+def measure_in_background(llm: LLM) -> Iterator[None]:
     """Measure the policies of ``auto`` in a thread, by the embedded engine, unless they were
     measured before. At the end of the context, the current request is the last one."""
     auto = llm.policy_manager.auto
@@ -85,7 +85,7 @@ def measuring(llm: LLM) -> Iterator[None]:
         except Exception:
             logger.exception("The policies of auto could not be measured.")
 
-    thread = threading.Thread(target=measure, name="kvlinker-measuring", daemon=True)
+    thread = threading.Thread(target=measure, name="kvlinker-measure_in_background", daemon=True)
     thread.start()
     try:
         yield
