@@ -8,7 +8,7 @@ wishes: clients send them to any model, and those without effect are named in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import (
     BeforeValidator,
@@ -176,7 +176,7 @@ def _grammar_of(name: str, value: Any) -> AnswerGrammar:
         return AnswerGrammar.json_schema(value, param=name)
     if isinstance(value, list):
         return AnswerGrammar.choice(value, param=name)
-    return AnswerGrammar(kind, value, name)
+    return AnswerGrammar(cast(Literal["json", "regex", "grammar"], kind), value, name)
 
 
 class DecodingFields(RequestBody):
