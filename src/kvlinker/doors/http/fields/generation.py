@@ -176,7 +176,7 @@ def _grammar_of(name: str, value: Any) -> AnswerGrammar:
         return AnswerGrammar.json_schema(value, param=name)
     if isinstance(value, list):
         return AnswerGrammar.choice(value, param=name)
-    return AnswerGrammar(cast(Literal["json", "regex", "grammar"], kind), value, name)
+    return AnswerGrammar(kind, value, name)
 
 
 class DecodingFields(RequestBody):
