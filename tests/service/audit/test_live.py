@@ -29,7 +29,7 @@ def test_it_finds_what_bench_quality_finds_on_the_same_requests(reader, anaphora
         for example in anaphora[:QUESTIONS]:
             trial = Examiner(llm, max_tokens=4, one_by_one=False)._trial(example)
             full = trial.run("full")  # not again along its answer, which would be audited, too
-            results.append(trial.run("naive").compared(full, example, "naive"))
+            results.append(trial.run("naive").compare(full, example, "naive"))
         assert llm.policy_manager.auditor.wait(60)
         tally = llm.policy_manager.auditor.figures.by_policy()["naive"]
         exposed = metrics.exposition().decode()

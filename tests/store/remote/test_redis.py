@@ -17,7 +17,7 @@ from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.remote.blob_tier import BlobTier
 from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
 from kvlinker.store.remote.objects import object_tier
-from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, redis_tier
+from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, RedisMedium, redis_tier
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 from tests.store.tiers.test_tiers import KV
@@ -56,7 +56,9 @@ def test_sizes_take_one_question_for_many_keys(
         tier.put(key_of(number), KV[number])
     redis_server.client.hset(f"kvlinker:chunk:{key_of(3)}", "size", "many")
     redis_server.client.set(f"kvlinker:chunk:{key_of(4)}", "garbage")
-    client = tier._medium._redis
+    medium = tier._medium
+    assert isinstance(medium, RedisMedium)
+    client = medium._redis
     questions = mock.Mock(wraps=client.pipeline)
     monkeypatch.setattr(client, "pipeline", questions)
     found = tier.sizes(map(key_of, range(3 * KEYS_AT_ONCE)))

@@ -72,7 +72,7 @@ class Lab:
         """The model that answers questions."""
         return Setup(self.settings, command=self.command).subject()
 
-    def pick_timed(self, shape: str) -> MeasuredModel:
+    def random_model(self, shape: str) -> MeasuredModel:
         """Make random weights of a shape that is large enough for times to mean something."""
         return Setup(self.settings, self.shape or shape, self.command).subject()
 

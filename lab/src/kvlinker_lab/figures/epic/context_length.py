@@ -42,7 +42,7 @@ def _measure(lab: Lab) -> list[Row]:
         lab.progress(what, next(steps), total)
 
     report = run_ttft(
-        lab.random_weights(SHAPE),
+        lab.random_model(SHAPE),
         [Workload(number, CHUNK_TOKENS, FRESH_TOKENS) for number in chunks],
         POLICIES,
         repeat=REPEAT,
