@@ -295,7 +295,7 @@ def test_the_library_needs_no_metadata_of_its_package(make_llm, monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("kvlinker.service.model_calls.version", missing)
+    monkeypatch.setattr("kvlinker.llm.version", missing)
     assert make_llm().completion("The cat", max_tokens=2).token_ids
 
 
@@ -614,7 +614,7 @@ def test_a_string_is_one_chunk(make_llm):
 def test_long_calls_show_a_bar_where_it_is_asked_for(make_llm, monkeypatch):
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, force_jupyter=False, width=80)
-    path = "kvlinker.service.context_caches.calls.Console"
+    path = "kvlinker.llm.Console"
     monkeypatch.setattr(path, lambda **_: console)
     with make_llm() as llm:
         llm.generate_context_cache(["One.", "Two."])

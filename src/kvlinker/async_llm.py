@@ -18,7 +18,7 @@ from kvlinker.base.types.sampling import SamplingFields
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.linking import Explanation, Policy
-from kvlinker.llm import LLM, Prompt
+from kvlinker.llm import LLM, Prompt, progress_bar
 from kvlinker.prompting.chat import DEFAULT_OPTIONS
 from kvlinker.service.answer import Answer, AnswerBuilder, ChoiceSink
 from kvlinker.service.content import (
@@ -28,7 +28,6 @@ from kvlinker.service.content import (
     Messages,
     refuse_tools_in_text,
 )
-from kvlinker.service.context_caches.calls import progress_bar
 from kvlinker.service.context_caches.checks import texts_of
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.settings import Options

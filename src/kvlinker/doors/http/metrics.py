@@ -30,8 +30,7 @@ from kvlinker.base.events import (
     TierUnavailable,
 )
 from kvlinker.base.types.messages import TextSource
-from kvlinker.llm import LLM
-from kvlinker.service.model_calls import PREFILL_TOKENS
+from kvlinker.llm import LLM, PREFILL_TOKENS
 
 SOURCES = ("cached", "recomputed", "fresh")
 

@@ -2,8 +2,7 @@
 searched."""
 
 from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
-from kvlinker.service.context_caches.calls import ContextCacheCalls
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.service.context_caches.texts import ChunkTexts
 
-__all__ = ["CachesUsage", "ChunkTexts", "ContextCacheCalls", "ContextCaches", "Metadata"]
+__all__ = ["CachesUsage", "ChunkTexts", "ContextCaches", "Metadata"]
