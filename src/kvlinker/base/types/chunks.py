@@ -130,7 +130,8 @@ def content_of(tokens: bytes) -> str:
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and
-    token ids, its salt, and whether its prefix was linked.
+    token ids, its salt, and whether its prefix was linked; at a place above 0 the hash of that key
+    and the place.
 
     A shared chunk's tenant is always SHARED_TENANT.
     """

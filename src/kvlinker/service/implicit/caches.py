@@ -3,7 +3,8 @@
 ``encode`` makes the ``Chunk`` of a text, and ``within`` that of token ids in a prompt; ``find`` and
 ``use`` find its context cache in the catalog by content, or enter one. No KV is taken from the
 request that contains the text: like that of an evicted chunk, it is missing in the store when the
-prompt is loaded, and is then computed alone (``PromptLoader``). Other requests for it wait for the
+prompt is loaded, and is then computed behind its own context (``PromptLoader``), apart from the
+request's prompt. Other requests for it wait for the
 same computation.
 """
 

@@ -110,7 +110,8 @@ class Citations(RequestBody):
 
 
 class DocumentBlock(RequestBody):
-    """A document, whose text becomes a chunk after its title."""
+    """A document, whose text becomes a chunk after its title, with ``cache_control`` or without,
+    which only gives it a lifetime."""
 
     place: ClassVar[Place | None] = Place.DOCUMENT
 

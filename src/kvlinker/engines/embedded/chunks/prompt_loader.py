@@ -125,9 +125,12 @@ class PromptLoader:
         ]
 
     def load(self, request: PromptRequest) -> None:
-        """Begin the request's link and fetch the KV of its chunks. The thread that gets the last
-        chunk, maybe while layers still arrive, makes the plan and reports to the scheduler. For a
-        request that has ended, nothing is begun any more."""
+        """Begin the request's link and fetch the KV of its chunks.
+
+        The plan, which may be that of a first pass, is made before the fetch. Where the policy
+        looks at scores, the thread that gets the last chunk makes it. That thread reports to the
+        scheduler, maybe while layers still arrive. For a request that has ended, nothing is begun.
+        """
         try:
             _check_wanted(request)
             link = self._begin(request)

@@ -308,7 +308,8 @@ class TokenSequence:
             self.missed = max(self.missed, self.reused_own - count)
 
     def restart(self) -> None:
-        """Discard all computed KV, whose slots are gone, and begin again."""
+        """Compute everything again: the slots are gone. Of what was kept as a prefix, this sequence
+        reuses only what it was loaded with."""
         self._has_begun = False
         self.capture = self.state = self._reused_state = None
         self.marked.clear()

@@ -169,7 +169,7 @@ class SequenceSlots:
         return slots_of(sequence.spans)[alone]
 
     def release(self, sequence: TokenSequence) -> None:
-        """Take the sequence's slots back."""
+        """Keep the sequence's KV as a prefix for later sequences, and take its slots back."""
         assert sequence.spans is not None
         self.keep(sequence)
         self._allocator.release(sequence.spans)
