@@ -23,7 +23,7 @@ from kvlinker.base.errors import (
 )
 from kvlinker.doors.http.answers.answering import UsageBody
 from kvlinker.doors.http.answers.dialects import DialectAnswer
-from kvlinker.doors.http.edge.errors import error_body, error_response
+from kvlinker.doors.http.edge.errors import UnknownEncodingError, error_body, error_response
 from kvlinker.doors.http.messages.routes import MessageAnswer
 from kvlinker.doors.http.responses.routes import ResponseAnswer
 from kvlinker.llm import LLM
@@ -54,6 +54,8 @@ def made(kind: type[KVLinkerError]) -> KVLinkerError:
         return kind(INSIDE, made_with="a", served="b")
     if issubclass(kind, OverloadedError):
         return kind(INSIDE, retry_after=1)
+    if issubclass(kind, UnknownEncodingError):
+        return kind(INSIDE, known="gzip")
     return kind(INSIDE)
 
 

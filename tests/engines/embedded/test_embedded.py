@@ -508,11 +508,15 @@ def test_an_engine_that_breaks_answers_also_those_whom_it_has_lost(bench, monkey
     def broken(*_):
         raise KeyError("a request that is not there")
 
+    class Broken(list):
+        remove = broken
+
     with made.held() as held:
         outcomes = [made.submit(linked_prompt(fresh=20), max_tokens=1000)[0] for _ in range(3)]
         held.let(5)
         chunk = made.engine.cache_chunk(Chunk(random_tokens(200, [9, 1])), tenant="default")
-        monkeypatch.setattr(made.engine.scheduler._running, "remove", broken)
+        scheduler = made.engine.scheduler
+        monkeypatch.setattr(scheduler, "_running", Broken(scheduler._running))
         monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
     for outcome in outcomes:
         assert isinstance(outcome.wait().failed.error, EngineClosedError)
