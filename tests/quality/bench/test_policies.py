@@ -11,7 +11,7 @@ from tests.toy_models import loaded_model
 def test_the_policy_that_requests_have_by_default_is_compared(engine):
     settings = load_settings(engine=engine)
     compared = compared_policies(None, settings)
-    assert settings.policy in compared
+    assert settings.usual_policy in compared
     assert {"full", "naive"} < set(compared)
     assert len(set(compared)) == len(compared)
     assert "query-5-sensitive" in compared
