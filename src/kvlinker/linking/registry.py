@@ -31,6 +31,7 @@ def register(policy: P) -> P:
             f"policy {policy.family!r} has a {SIGN!r} in its name, which joins policies"
         )
     _registry.add(policy.family, policy)
+    parse_policy.cache_clear()  # a longer name may have been parsed as a shorter one's parameter
     return policy
 
 

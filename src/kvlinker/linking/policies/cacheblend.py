@@ -3,8 +3,6 @@ layer: a given share of them, or as many as loading hides."""
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +32,7 @@ class CacheBlend(Policy):
         "percent of s between its first and its average value", 0, 100, prefix="d", default=25
     )
 
-    @cached_property
+    @property
     def needs(self) -> Needs:
         if not 0 < self.percent < 100:
             return Needs()
@@ -80,7 +78,7 @@ class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know th
 
     percent: float = percentage("percent at least", default=15)
 
-    @cached_property
+    @property
     def needs(self) -> Needs:
         return super().needs | Needs(forecast=True)
 

@@ -42,9 +42,7 @@ class GrammarGuides:
         self._keeping = threading.Lock()
         self._compiled: OrderedDict[AnswerGrammar, LLMatcher] = OrderedDict()  # last used last
         self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
-        self.postponed: list[tuple[Future[Mask], Callable[[], Mask]]] = []
-        """Masks to compute after ``start``."""
-
+        self._postponed: list[tuple[Future[Mask], Callable[[], Mask]]] = []
         self.vocabulary = loaded.vocabulary
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
@@ -67,14 +65,14 @@ class GrammarGuides:
     def postpone(self, work: Callable[[], Mask]) -> Future[Mask]:
         """Compute a mask after ``start``. For the engine's thread."""
         future: Future[Mask] = Future()
-        self.postponed.append((future, work))
+        self._postponed.append((future, work))
         return future
 
     def start(self) -> None:
         """Begin the postponed masks, which are wanted after the step that begins. For the engine's
         thread. Raises EngineClosedError."""
-        if self.postponed:
-            together, self.postponed = self.postponed, []
+        if self._postponed:
+            together, self._postponed = self._postponed, []
             try:
                 self._thread.submit(_compute, together)
             except RuntimeError:

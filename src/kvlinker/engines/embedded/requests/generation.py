@@ -199,13 +199,12 @@ class PromptRequest(Request):
             attention=None if self._attention is None else self._attention.attention,
         )
 
-    def _path(self, link: Link) -> Callable[[], SequencePath] | None:
-        """Return a function that makes the path that the KV of the linked prompt depends on; None
-        if it is not kept."""
+    def _path(self, link: Link) -> SequencePath | None:
+        """Return the path that the KV of the linked prompt depends on; None if it is not kept."""
+        assert link.plan is not None
         if not self.reuses:
             return None
-        assert link.plan is not None
-        return partial(linked_path, self.request.sharer, link.plan, self._linked_keys)
+        return linked_path(self.request.sharer, link.plan, self._linked_keys)
 
     def _probe(self, prompt: Prompt) -> QuestionProbe:
         return QuestionProbe(np.zeros((self._layers, len(prompt)), dtype=np.float32))

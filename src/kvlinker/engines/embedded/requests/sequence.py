@@ -47,7 +47,7 @@ class TokenSequence:
         runs: Sequence[Range],
         *,
         shared: Sequence[SharedChunk] = (),
-        path: Callable[[], SequencePath] | None = None,
+        path: SequencePath | None = None,
         reused: ReusedPrefix | None = None,
         restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
@@ -61,8 +61,8 @@ class TokenSequence:
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see
         ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool. That of
-        ``reused.stored`` is ``restored`` from disk, None where it was lost. ``path`` makes the path
-        that the KV depends on, for a sequence whose KV may be reused later.
+        ``reused.stored`` is ``restored`` from disk, None where it was lost. ``path`` is what the KV
+        depends on, for a sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence
         gives no logits. ``answer`` collects the KV of generated tokens. With ``probe``, the runs
@@ -99,8 +99,7 @@ class TokenSequence:
         self._reused_state: SequenceState | None = None
         self._prompt_state: SequenceState | None = None
         self._is_shared = False
-        self._make_path = path
-        self._path: SequencePath | None = None
+        self.path = path
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
@@ -195,14 +194,6 @@ class TokenSequence:
         return self.pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
     @property
-    def path(self) -> SequencePath | None:
-        """The path that the KV depends on, made when first asked for; None for a sequence whose KV
-        is not reused later."""
-        if self._path is None and self._make_path is not None:
-            self._path = self._make_path()
-        return self._path
-
-    @property
     def path_so_far(self) -> SequencePath:
         """The path of what is computed, of which a first pass computes nothing behind a chunk."""
         assert self.path is not None
@@ -240,12 +231,12 @@ class TokenSequence:
         self,
         runs: Sequence[Range],
         refine: Callable[[], Refining] | None,
-        path: Callable[[], SequencePath] | None = None,
+        path: SequencePath | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
         keeps_state = self.state is not None
         self.probe, self.state = None, self._reused_state
-        self._make_path, self._path = path, None
+        self.path = path
         self._has_begun = refine is None
         self._refine = refine
         self._compute(runs)
@@ -276,13 +267,13 @@ class TokenSequence:
             self.tokens[: self.prompt_length],
             self._prompt_runs,
             shared=self._shared,
-            path=self._make_path,
+            path=self.path,
             reused=self.reused,
             most_tokens=len(self._tokens),
             refine=self._refine,
         )
         forked.refinement, forked.missed = self.refinement, self.missed
-        forked._is_shared, forked._path = self._is_shared, self._path
+        forked._is_shared = self._is_shared
         return forked
 
     def reach(self, states: Sequence[SequenceState]) -> None:

@@ -82,14 +82,13 @@ class Scheduler:
     methods take it, for a short time; methods whose names begin with an underscore expect that
     their caller has it. While it is held, only the constructor's functions are called, and no
     request ends for its caller. ``closed``, ``preemptions`` and ``piece`` are read without it.
-    ``wait`` and the methods below are for the engine's thread only; ``find_prefix`` and
-    ``expect_prefix`` are for any.
+    ``wait`` and the methods below are for the engine's thread only, except ``layers_arrived``.
     """
 
     def __init__(
         self,
         slots: SequenceSlots,
-        load: Callable[[Request], object],
+        fetch: Callable[[Request], object],
         *,
         hold: Callable[[Request], Hold | None],
         is_resident: Callable[[Request], bool],
@@ -97,7 +96,7 @@ class Scheduler:
         composer: StepComposer,
         max_running: int,
     ) -> None:
-        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or
+        """``fetch`` starts fetching a request's KV in another thread, which calls ``loaded`` or
         ``failed`` later; ``hold`` makes room in memory for it before, or returns None if there is
         none now; ``is_resident`` returns whether all of its chunks are in memory. ``max_running``
         is the largest number of requests that hold slots."""
@@ -105,7 +104,7 @@ class Scheduler:
         self._admission = admission
         self._composer = composer
         self._slots = slots
-        self._load = load
+        self._fetch = fetch
         self._hold = hold
         self._is_resident = is_resident
         self._max_running = max_running
@@ -386,12 +385,12 @@ class Scheduler:
             self._move(request, RequestState.LOADING)
             self._admission.note_restart(request)
         for kv in arriving:
-            kv.subscribe(partial(self._restart_arrived, request))
-        self._restart_arrived(request)
+            kv.subscribe(partial(self.layers_arrived, request))
+        self.layers_arrived(request)
 
-    def _restart_arrived(self, request: Request) -> None:
+    def layers_arrived(self, request: Request) -> None:
         """Make a request that left a step ready, if the layers that it waits for have arrived or
-        are lost. Takes the lock."""
+        are lost. The threads that deliver layers call it."""
         with self._lock:
             wanted = self._late.get(request)
             if wanted is None:
@@ -513,7 +512,7 @@ class Scheduler:
                 return
             self._unfetched.remove(request)
             self._fetching.add(request)
-            self._load(request)
+            self._fetch(request)
 
     def _ahead(self) -> list[Request]:
         """Return the requests without slots whose KV is in memory, or on its way there."""

@@ -159,17 +159,19 @@ class ComputeThroughput:
         self._update()
 
     def _update(self) -> None:
-        """Derive the terms of predictions from what was measured."""
+        """Derive the terms of predictions from recent measurements of this or other processes.
+        Other threads predict meanwhile, so that each term is replaced at once."""
         decode, known = self._speeds.of(self._decode), self._speeds.of(self._prefill)
         beside = self._speeds.of(self._beside)
-        if decode is not None and len(decode) == 1:
-            self.weights_seconds = decode[0]
-        if known is not None and len(known) == 2:
-            a, b = self._known = known[0], known[1]
-            if beside is None or len(beside) != 2:
-                beside = 1.0, _READ_PAIRS * b
-            multiple, per_read = self._beside_costs = beside[0], beside[1]
-            self.cost_beside_decoding = TokenCost(multiple * a, multiple * b, per_read)
+        self.weights_seconds = decode[0] if decode is not None and len(decode) == 1 else None
+        if known is None or len(known) != 2:
+            self._known = self.cost_beside_decoding = None
+            return
+        a, b = self._known = known[0], known[1]
+        if beside is None or len(beside) != 2:
+            beside = 1.0, _READ_PAIRS * b
+        multiple, per_read = self._beside_costs = beside[0], beside[1]
+        self.cost_beside_decoding = TokenCost(multiple * a, multiple * b, per_read)
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Note that a step computed ``batch`` in ``seconds``. Steps with prompts whose policies
@@ -200,9 +202,10 @@ class ComputeThroughput:
     def seconds(self, ranges: Sequence[Range]) -> float | None:
         """Predict the seconds of computing these positions [begin, end) of a prompt in one step;
         None with nothing measured."""
-        if self._known is None:
+        known = self._known
+        if known is None:
             return None
-        (a, b), (tokens, pairs) = self._known, _amounts(ranges)
+        (a, b), (tokens, pairs) = known, _amounts(ranges)
         return (self.weights_seconds or 0.0) + a * tokens + b * pairs
 
     def prefill_seconds(self, tokens: int) -> float | None:
@@ -212,9 +215,8 @@ class ComputeThroughput:
     def decode_seconds(self, positions: Sequence[Range]) -> float | None:
         """Predict the seconds of a step that computes the last tokens of requests that decode, at
         these positions, and nothing else; None if no such step was measured."""
-        if self.weights_seconds is None or self._known is None:
-            return self.weights_seconds
-        return self.seconds(positions)
+        weights = self.weights_seconds
+        return weights if weights is None else self.seconds(positions) or weights
 
     def urgency(
         self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False

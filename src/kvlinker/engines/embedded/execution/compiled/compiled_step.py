@@ -108,8 +108,6 @@ class CompiledStep:
         self.most_rows = min(each for each in (*most, ROW_LIMIT) if each is not None)
         """The most tokens of a step."""
 
-        self._rotated_positions = 0
-        self._rotations: list[Rotation] = []  # for the positions [0, rotated)
         self._needs_forward = bool(anatomy.recurrences) or any(layer.latents for layer in layers)
         self._whole, self._layered = (
             _Workspace(
@@ -189,10 +187,7 @@ class CompiledStep:
             )
             longest = max(longest, plan.farthest, plan.last)
         sight_of = np.array(numbers, np.int64)
-        if longest >= self._rotated_positions:
-            self._rotated_positions = longest + 1
-            self._rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
-        rotations = self._rotations
+        rotations = [Rotation.of(rotary, longest + 1) for rotary in self._rotaries]
         layers = workspace.table.of(segments.chunks, segments.spans)
         step = NativeStep(
             layers=ctypes.addressof(bound.layers),
