@@ -467,6 +467,10 @@ def test_a_closed_llm_says_so(make_llm):
     for call in (llm.generate_context_cache, llm.completion):
         with pytest.raises(EngineClosedError):
             call("a")
+    for part in ("agents", "building"):  # which would be made now
+        with pytest.raises(EngineClosedError):
+            getattr(llm, part)
+    llm.close()
 
 
 def test_a_model_that_is_not_there_is_named():

@@ -69,6 +69,11 @@ COMPLAINTS: list[tuple[dict[str, Any], str]] = [
     ({"prot": 5}, "There is no setting 'prot' (from option prot). Did you mean 'port'?"),
     ({"colour": "red"}, "There is no setting 'colour' (from option colour)."),
     (
+        {"redis_space": "4GiB"},
+        "There is no setting 'redis_space' (from option redis_space). Redis limits itself: set its"
+        " maxmemory and maxmemory-policy.",
+    ),
+    (
         {"port": 99999},
         "port is 99999 (from option port): it must be a whole number from 0 to 65535.",
     ),

@@ -13,9 +13,7 @@ from kvlinker.prompting.answer_forms.form import AnswerForm
 from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 from kvlinker.prompting.segments import Prompt
 from kvlinker.service.agents.workflows import WorkflowStep
-from kvlinker.service.content import (
-    ToolChoice,
-)
+from kvlinker.service.content import ToolChoice
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.reading import ReadPrompt
 

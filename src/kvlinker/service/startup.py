@@ -18,6 +18,7 @@ from kvlinker.base.types.messages import Implicit
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.engines.contract.joining import joining_engine
+from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -149,7 +150,9 @@ class Parts:
     _agents: Agents | None
     _building: Building | None
     _making: threading.Lock
-    """Guards the two parts that the first access makes."""
+    """Guards the two parts that the first access makes, and ``_is_closed``."""
+
+    _is_closed: bool
 
     def _start(self, source: EngineSource, settings: Settings) -> None:
         with ExitStack() as started:
@@ -158,6 +161,8 @@ class Parts:
 
     def close(self) -> None:
         """Stop the engine and finish pending writes. Idempotent."""
+        with self._making:
+            self._is_closed = True
         self._closing.close()
 
     def settle(self) -> None:
@@ -169,9 +174,11 @@ class Parts:
 
     @property
     def agents(self) -> Agents:
-        """The parts for agents, which the first access builds."""
+        """The parts for agents, which the first access builds. Raises EngineClosedError after
+        ``close``."""
         with self._making:
             if self._agents is None:
+                self._check_open()
                 self._agents = Agents(
                     self.engine,
                     self.catalog,
@@ -180,22 +187,30 @@ class Parts:
                     self.events,
                     longest_wait=self.settings.tool_wait,
                 )
+                self._closing.callback(self._agents.close)
             return self._agents
 
     @property
+    def preloading_chunks(self) -> int:
+        """The number of chunks that are still to be brought to memory."""
+        return 0 if self._agents is None else self._agents.preloading.pending
+
+    @property
     def building(self) -> Building:
-        """Computes chunks for other servers; the first access makes it."""
+        """Computes chunks for other servers; the first access makes it. Raises EngineClosedError
+        after ``close``."""
+        from kvlinker.service.builders import Building
+
         with self._making:
             if self._building is None:
-                from kvlinker.service.builders import Building
-
+                self._check_open()
                 self._building = Building(self.engine, self.catalog, self.store)
+                self._closing.callback(self._building.close)
             return self._building
 
-    def _close_made(self) -> None:
-        for part in (self._building, self._agents):
-            if part is not None:
-                part.close()
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise engine_closed()
 
     def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
         """Make the parts, each of which ``started`` closes."""
@@ -264,7 +279,7 @@ class Parts:
         self._agents = None
         self._building = None
         self._making = threading.Lock()
-        started.callback(self._close_made)
+        self._is_closed = False
         self.residency = Residency(
             self.store,
             kv_bytes=self.engine.kv_bytes,

@@ -21,6 +21,9 @@ from kvlinker.settings.settings import (
     TenantQuota,
 )
 
+REMOVED = {"redis_space": "Redis limits itself: set its maxmemory and maxmemory-policy."}
+"""Settings of earlier versions, and what to do instead."""
+
 OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
 """The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest``
 and ``caches rekey``, and in the packages of ``integrations``."""
@@ -73,9 +76,9 @@ def _check_variables(variables: Mapping[str, str]) -> None:
     """Raises InvalidRequestError for a variable that looks like a misspelt setting; others may have
     another meaning."""
     for name in variables.keys() - Settings.model_fields.keys() - OTHER_VARIABLES:
-        if meant := did_you_mean(name, Settings.model_fields):
+        if meant := REMOVED.get(name) or did_you_mean(name, Settings.model_fields).strip():
             raise InvalidRequestError(
-                f"There is no setting {name!r} (from variable {variables[name]}).{meant}"
+                f"There is no setting {name!r} (from variable {variables[name]}). {meant}"
             )
 
 
@@ -90,7 +93,8 @@ def _complaint(error: ErrorDetails, origin: str) -> str:
             if inner
             else Settings.model_fields
         )
-        return f"There is no setting {path!r} (from {origin}).{did_you_mean(path, known)}"
+        meant = REMOVED.get(path) or did_you_mean(path, known).strip()
+        return f"There is no setting {path!r} (from {origin}). {meant}".strip()
     field = Settings.model_fields[name]
     if inner or not field.repr or "SecretStr" in str(field.annotation):
         subject, meant = f"{path} (from {origin})", ""

@@ -16,6 +16,7 @@ import openai.types.responses.response_create_params
 import pytest
 from pydantic import ValidationError
 
+from kvlinker.doors.http.answers.chat import ChatCompletionRequest
 from kvlinker.doors.http.fields.bodies import ignored_paths
 from kvlinker.doors.http.fields.foreign import (
     ELSEWHERE,
@@ -87,7 +88,27 @@ def test_fields_are_taken_or_refused_as_the_table_says(subtests: pytest.Subtests
             assert wrong is None
             made = BODIES[place].model_validate({**LEAST[place], name: WRONG})
             named = [] if fields.no_ops is None else [name]
-            assert ignored_paths(made) == named
+            assert list(ignored_paths(made)) == named
+
+
+def test_what_is_left_out_is_named_from_outside_in_by_the_names_of_the_api() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "deep": 1}}
+    body = ChatCompletionRequest.model_validate(
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "user", "content": [{"type": "text", "text": "Hi", "odder": 1}]},
+            ],
+            "response_format": form,
+            "outside": 1,
+        }
+    )
+    first, *within = ignored_paths(body)
+    assert first == "outside"
+    assert sorted(within) == [
+        "messages.1.content.0.odder",
+        "response_format.json_schema.deep",
+    ]
 
 
 def test_no_field_is_in_the_table_twice_or_served_beside() -> None:

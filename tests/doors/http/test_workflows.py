@@ -60,6 +60,13 @@ def test_a_plain_request_builds_nothing_for_agents(served: Served) -> None:
     assert served.llm._agents is not None
 
 
+def test_a_router_that_asks_what_is_here_builds_nothing_for_agents(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as server:
+        assert server.get("/v1/residency").json()["pending"] == 0
+        assert server.llm._agents is None
+
+
 def test_what_comes_next_is_brought_and_stays(served: Served) -> None:
     ids = ids_of(served)
     uses = [{"ids": [ids[5]], "steps": 1}, {"ids": [ids[4]], "steps": 2}]

@@ -133,7 +133,7 @@ class ServedModel:
     def report_ignored(self, body: RequestBody, scope: Scope) -> None:
         """Note what of a body was left out, which its answer will name, and the log once. Raises
         InvalidRequestError under the setting ``strict``."""
-        paths = ignored_paths(body)
+        paths = list(ignored_paths(body))
         if not paths:
             return
         if self.settings.strict:

@@ -106,7 +106,7 @@ def residency(
         waiting=load.waiting,
         seconds_per_token=None if seconds is None else seconds / COSTED_TOKENS,
         keyed=bool(served.settings.accepted_keys),
-        pending=llm.agents.preloading.pending,
+        pending=llm.preloading_chunks,
         recognises=served.settings.implicit in ("auto", "structure"),
         role=served.settings.role,
         pid=os.getpid(),

@@ -2,7 +2,7 @@
 conversations kept while a tool is called.
 
 No other request touches them: ``LLM.agents`` builds them for the first request that names a
-workflow, offers tools or prefetches.
+workflow, offers tools (where ``tool_wait`` is set) or prefetches.
 """
 
 from __future__ import annotations

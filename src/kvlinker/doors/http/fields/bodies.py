@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -280,25 +280,23 @@ def _without(fields: dict[str, Any], places: Iterable[tuple[int | str, ...]]) ->
     }
 
 
-def ignored_paths(body: RequestBody) -> list[str]:
-    """Return the paths of all fields and entries of a body that were left out."""
-    found: list[str] = []
-    pending: list[tuple[str, Any]] = [("", body)]
-    for path, value in pending:  # which grows by the bodies and lists within
-        entries: Iterable[tuple[object, Any]]
-        if isinstance(value, LeftOut):
-            found.append(path)
-            continue
-        if isinstance(value, list):
-            entries = enumerate(value)
-        else:
-            for name in value._ignored:
-                found.append(f"{path}.{name}" if path else name)
-            entries = value.__dict__.items()
-        for name, entry in entries:
-            if isinstance(entry, list | RequestBody | LeftOut):
-                pending.append((f"{path}.{name}" if path else str(name), entry))
-    return found
+def ignored_paths(value: RequestBody | LeftOut | list[Any], path: str = "") -> Iterator[str]:
+    """Yield the paths of all fields and entries of a body that were left out: a body's own ones
+    first, then those within its fields, in their order."""
+    if isinstance(value, LeftOut):
+        yield path
+        return
+    start = f"{path}." if path else ""
+    entries: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, list):
+        entries = enumerate(value)
+    else:
+        yield from [start + name for name in value._ignored]
+        fields, values = type(value).model_fields, value.__dict__
+        entries = [(field.alias or name, values[name]) for name, field in fields.items()]
+    for name, entry in entries:
+        if isinstance(entry, list | RequestBody | LeftOut):  # most are neither
+            yield from ignored_paths(entry, f"{start}{name}")
 
 
 def _check_ttl(text: str) -> str:
