@@ -1,6 +1,8 @@
 """Runs that are in order, that can be stopped, and that give the same when they go on."""
 
 import json
+import threading
+from _thread import interrupt_main
 from collections.abc import Generator
 
 import pytest
@@ -13,6 +15,7 @@ from kvlinker.quality.evaluation.examples import ExampleAnswer, Scored, Skipped
 from kvlinker.settings import load_settings
 from tests.quality.evaluation.conftest import make_example, results_of
 from tests.toy_models import loaded_model
+from tests.waiting import PATIENCE
 
 POLICIES = ("full", "naive", "legolink-4")
 EXAMPLES = [make_example(number) for number in range(5)]
@@ -71,6 +74,25 @@ def test_a_stopped_run_goes_on_where_it_was(llm, tmp_path):
         == whole
     )
     assert asked == []
+
+
+class _Interrupted(Examiner):
+    """Gets the signal of Ctrl+C at the second example, and ends when it may."""
+
+    may_end = threading.Event()
+
+    def examine(self, example, policies, together=()):
+        if example is EXAMPLES[1]:
+            interrupt_main()
+            assert self.may_end.wait(PATIENCE)
+        return super().examine(example, policies, together)
+
+
+def test_an_interrupted_run_does_not_wait_for_its_example(llm):
+    running = evaluate(_Interrupted(llm), EXAMPLES, ["full"])
+    with pytest.raises(KeyboardInterrupt):
+        list(running)
+    _Interrupted.may_end.set()
 
 
 def test_more_policies_are_asked_of_a_finished_run(llm, tmp_path):

@@ -52,18 +52,23 @@ def evaluate(
     missing = [example for example in examples if finished.get(example.digest) is None]
     if missing:
         examiner.require_supported(policies)
-    with ThreadPoolExecutor(concurrency, thread_name_prefix="kvlinker-evaluation") as pool:
-        try:
-            asked = pool.map(examine, missing)
-            for example in examples:
-                results: ExampleResults | None = finished.get(example.digest)
-                if results is None:
-                    results = next(asked)
-                    if journal is not None and not isinstance(results, Skipped):
-                        journal.add(results)
-                yield example, results
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="kvlinker-evaluation")
+    is_interrupted = False
+    try:
+        asked = pool.map(examine, missing)
+        for example in examples:
+            results: ExampleResults | None = finished.get(example.digest)
+            if results is None:
+                results = next(asked)
+                if journal is not None and not isinstance(results, Skipped):
+                    journal.add(results)
+            yield example, results
+    except (KeyboardInterrupt, SystemExit):
+        is_interrupted = True
+        raise
+    finally:
+        # An example may take minutes: that of an interrupted run ends when the engine is closed.
+        pool.shutdown(wait=not is_interrupted, cancel_futures=True)
 
 
 def _mix_passages(examples: Sequence[Example]) -> dict[Example, tuple[str, ...]]:
