@@ -43,7 +43,7 @@ export class Markdown {
     const blocks = blocksOf(all.slice(this.#settled));
     const changed = this.#tail.findIndex(({ raw }, index) => raw !== blocks[index]?.raw);
     const old = changed < 0 ? [] : this.#tail.splice(changed);
-    const added = blocks.slice(this.#tail.length).map((block, index) => ({ ...block, node: grown(old[index], block) || this.#element(block.token) }));
+    const added = blocks.slice(this.#tail.length).map((block, index) => ({ ...block, node: this.#grown(old[index], block) || this.#element(block.token) }));
     for (const { node } of old) if (!added.some(each => each.node === node)) node.remove();
     for (const { node } of added) if (!node.parentNode) this.#place.append(node);
     this.#tail.push(...added);
@@ -89,14 +89,30 @@ export class Markdown {
   }
 
   #table({ header, rows }) {
-    const cell = (tag, { tokens, align }) => {
+    const table = make("table", {}, make("thead", {}, this.#row("th", header)), make("tbody", {}, ...rows.map(cells => this.#row("td", cells))));
+    return make("div", { className: "wide", tabIndex: 0, role: "group", ariaLabel: "Table" }, table);
+  }
+
+  #row(tag, cells) {
+    return make("tr", {}, ...cells.map(({ tokens, align }) => {
       const made = make(tag, {}, ...this.#inline(tokens));
       if (align) made.style.textAlign = align;
       return made;
-    };
-    const row = (tag, cells) => make("tr", {}, ...cells.map(each => cell(tag, each)));
-    const table = make("table", {}, make("thead", {}, row("th", header)), make("tbody", {}, ...rows.map(cells => row("td", cells))));
-    return make("div", { className: "wide", tabIndex: 0, role: "group", ariaLabel: "Table" }, table);
+    }));
+  }
+
+  /** Return the element of code or of a table that has only become longer; null for anything else. */
+  #grown(old, { token }) {
+    if (old?.token.type !== token.type) return null;
+    if (token.type === "code") return grownCode(old, token);
+    if (token.type !== "table" || !areAlike(old.token.header, token.header)) return null;
+    const { rows } = token;
+    const changed = old.token.rows.findIndex((cells, index) => !rows[index] || !areAlike(cells, rows[index]));
+    const kept = changed < 0 ? old.token.rows.length : changed;
+    const body = old.node.querySelector("tbody");
+    while (body.rows.length > kept) body.lastChild.remove();
+    body.append(...rows.slice(kept).map(cells => this.#row("td", cells)));
+    return old.node;
   }
 
   #inline(tokens) {
@@ -151,10 +167,13 @@ function parted(list) {
   return [{ raw, token: { ...list, items }, ends: true }, { raw: list.raw.slice(raw.length), token: rest }];
 }
 
-/** Return the element of code that has only become longer; null for anything else. */
-function grown(old, { token }) {
-  if (old?.token.type !== "code" || token.type !== "code" || old.token.lang !== token.lang || !token.text.startsWith(old.token.text)) return null;
-  old.node.querySelector("code").firstChild.appendData(token.text.slice(old.token.text.length));
+const areAlike = (cells, others) => (
+  cells.length === others.length && cells.every(({ text, align }, index) => text === others[index].text && align === others[index].align)
+);
+
+function grownCode(old, { text, lang }) {
+  if (old.token.lang !== lang || !text.startsWith(old.token.text)) return null;
+  old.node.querySelector("code").firstChild.appendData(text.slice(old.token.text.length));
   return old.node;
 }
 
