@@ -161,11 +161,24 @@ def test_picture_of_sources(
     keep("-sources", page.screenshot())
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "question"),
+    [
+        ("light", "", "What does Leo Novak work as?"),
+        ("dark", "-dark", "Where does Ida Okoye live?"),
+    ],
+)
 def test_picture_of_the_page(
-    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+    reading: Served,
+    opened: Callable[..., Watched],
+    keep: Callable[[str, bytes], None],
+    scheme: str,
+    name: str,
+    question: str,
 ) -> None:
-    watched = asked(fresh_page(reading, opened, viewport=SCREEN), "What does Leo Novak work as?")
-    keep("", watched.page.screenshot())
+    watched = fresh_page(reading, opened, viewport=SCREEN, color_scheme=scheme)
+    asked(watched, question)
+    keep(name, watched.page.screenshot())
 
 
 def test_picture_of_a_phone_in_the_dark(
