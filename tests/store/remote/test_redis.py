@@ -18,6 +18,7 @@ from kvlinker.store.remote.blob_tier import BlobTier
 from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
 from kvlinker.store.remote.objects import object_tier
 from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, RedisMedium, redis_tier
+from kvlinker.store.tiers.base import UNKNOWN_BUDGET
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 from tests.store.tiers.test_tiers import KV
@@ -145,6 +146,54 @@ def test_budget_and_usage_are_those_of_redis(redis_server: RedisServer, tier: Bl
     redis_server.client.set("foreign", b"x" * 1_000_000)
     assert tier.used_bytes > 1_000_000 + blob_size(1)
     assert (len(tier), tier.budget_bytes) == (2, 1 << 26)
+
+
+def test_a_user_without_info_reads_and_writes(
+    redis_server: RedisServer,
+    tier: BlobTier,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No limit is known to it, so that no chunk is too large."""
+    assert tier.put(key_of(1), KV[1])
+    redis_server.client.acl_setuser(
+        "app",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["kvlinker:*"],
+        commands=["+@all", "-info"],
+    )
+    try:
+        limited = redis_tier(redis_server.url.replace("//", "//app:secret@"), recorder.events)
+        assert same_kv(limited.get(key_of(1)), KV[1])
+        reader = limited.open(key_of(1))
+        assert reader is not None
+        reader.close()
+        assert limited.put(key_of(2), KV[2])
+        assert limited.budget_bytes == UNKNOWN_BUDGET
+        assert (limited.used_bytes, len(limited)) == (0, 2)
+        limited._medium.open()  # as after an outage
+        limited.close()
+    finally:
+        redis_server.client.acl_deluser("app")
+    assert same_kv(tier.get(key_of(2)), KV[2])
+    assert recorder.of(ChunkDamaged) == []
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "ACL SETUSER <user> +info" in line
+
+
+def test_a_blob_above_a_lowered_budget_is_a_miss(
+    redis_server: RedisServer, tier: BlobTier, recorder: Recorder
+) -> None:
+    """Redis decides what it keeps."""
+    assert tier.put(key_of(1), KV[1])
+    redis_server.client.config_set("maxmemory-policy", "noeviction")
+    redis_server.client.config_set("maxmemory", blob_size(1) - 1)
+    tier._medium.open()
+    assert tier.get(key_of(1)) is None
+    assert tier.open(key_of(1)) is None
+    assert tier.contains(key_of(1))
+    assert recorder.of(ChunkDamaged) == []
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,7 @@ class BlobTier:
         nbytes = self._size(self._medium.touch, key)
         if nbytes is None:
             return None
-        if nbytes > self.budget_bytes:
-            self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
+        if nbytes > self.budget_bytes:  # a limit that was lowered, or another server's
             return None
         failed = partial(self._note_failed_read, key)
         source = ReadAheadSource(
@@ -227,8 +226,8 @@ class BlobTier:
     def _read(self, key: str, nbytes: int) -> ChunkKV | ChunkDamaged | None:
         """Return the verified KV; or the damage, after removing and publishing it; or None if it is
         a miss for now."""
-        if nbytes > self.budget_bytes:
-            return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
+        if nbytes > self.budget_bytes:  # a limit that was lowered, or another server's
+            return None
         try:
             data = self._guard.ask(partial(self._fetch, key, 0, nbytes), None, nbytes=nbytes)
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)

@@ -28,6 +28,7 @@ from kvlinker.store.remote.medium import (
     MediumUsage,
     WriteOutcome,
 )
+from kvlinker.store.tiers.base import UNKNOWN_BUDGET
 
 if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
@@ -73,9 +74,9 @@ class RedisMedium:
         except ModuleNotFoundError as error:
             raise missing_library("redis") from error
         self.place = place_of(url)
-        self.budget_bytes = 0
+        self.budget_bytes = UNKNOWN_BUDGET
         """The ``maxmemory`` when Redis was last asked, or all memory of its machine where none is
-        set; 0 until it has answered."""
+        set."""
         self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
@@ -100,13 +101,19 @@ class RedisMedium:
         memory = self._memory()
         if not self._warned:
             self._warned = True
-            if not memory["maxmemory"]:
+            if not memory:
+                logger.warning(
+                    "Redis %s refuses INFO to this user: its limits and its usage are not known."
+                    " Allow it: ACL SETUSER <user> +info.",
+                    self.place,
+                )
+            elif memory.get("maxmemory") == 0:
                 logger.warning(
                     "Redis %s has no maxmemory: chunks fill its machine's memory. Set maxmemory,"
                     " and maxmemory-policy allkeys-lru.",
                     self.place,
                 )
-            elif memory["maxmemory_policy"] == "noeviction":
+            elif memory.get("maxmemory_policy") == "noeviction":
                 logger.warning(
                     "Redis %s has maxmemory-policy noeviction: once it is full, it takes no new"
                     " chunks. Set allkeys-lru, or volatile-lru where it has others' data.",
@@ -115,19 +122,10 @@ class RedisMedium:
         return ()
 
     def stat(self, key: str) -> int | None:
-        with _medium_errors():
-            return _size(self._redis.hget(self._blobs + key, _SIZE))
+        return self._find(key, used=False)
 
     def touch(self, key: str) -> int | None:
-        with _medium_errors():
-            pipeline = self._redis.pipeline(transaction=False)
-            pipeline.hget(self._blobs + key, _SIZE)
-            pipeline.expire(self._blobs + key, UNUSED_SECONDS)
-            # a Redis that is read-only refuses to expire, and is read on
-            size, _ = pipeline.execute(raise_on_error=False)
-            if isinstance(size, Exception):
-                raise size
-            return _size(size)
+        return self._find(key, used=True)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         first, last = start // PART_BYTES, (start + len(target) - 1) // PART_BYTES
@@ -200,7 +198,7 @@ class RedisMedium:
         """Return the memory that Redis uses and the keys of its database, others' included."""
         memory = self._memory()
         with _medium_errors():
-            return MediumUsage(int(memory["used_memory"]), int(self._redis.dbsize()))
+            return MediumUsage(int(memory.get("used_memory", 0)), int(self._redis.dbsize()))
 
     def audit(self) -> None:
         """Do nothing: nothing is counted beside the blobs."""
@@ -213,11 +211,29 @@ class RedisMedium:
     def close(self) -> None:
         self._redis.close()
 
-    def _memory(self) -> dict[str, Any]:
-        """Return what Redis says of its memory, and keep its limit as the budget."""
+    def _find(self, key: str, *, used: bool) -> int | None:
+        """Return the blob's size, or None if there is none. Raises BlobDamaged."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hlen(self._blobs + key)
+        pipeline.hget(self._blobs + key, _SIZE)
+        if used:
+            pipeline.expire(self._blobs + key, UNUSED_SECONDS)
         with _medium_errors():
-            memory: dict[str, Any] = self._redis.info("memory")
-        self.budget_bytes = int(memory["maxmemory"] or memory.get("total_system_memory", 0))
+            # a Redis that is read-only refuses to expire, and is read on
+            fields, size, *_ = pipeline.execute(raise_on_error=False)
+            for answer in (fields, size):
+                if isinstance(answer, Exception):
+                    raise answer
+        return _size(size, fields)
+
+    def _memory(self) -> dict[str, Any]:
+        """Return what Redis says of its memory, nothing where it refuses to, and keep its limit as
+        the budget."""
+        memory: dict[str, Any] = {}
+        with suppress(MediumRefused), _medium_errors():
+            memory = self._redis.info("memory")
+        limit = memory.get("maxmemory") or memory.get("total_system_memory")
+        self.budget_bytes = int(limit or UNKNOWN_BUDGET)
         return memory
 
     def _names(self, prefix: str) -> Iterator[bytes]:
@@ -247,12 +263,15 @@ def _reason(error: Exception) -> str:
     return str(error).rpartition("caused error: ")[2]
 
 
-def _size(value: bytes | None) -> int | None:
-    """Return the size that a blob's hash names; None for no blob. Raises BlobDamaged."""
-    if value is None:
+def _size(value: bytes | None, fields: int) -> int | None:
+    """Return the size that a blob's hash of so many ``fields`` names; None for no blob. Raises
+    BlobDamaged."""
+    if not fields:
         return None
-    if not value.isdigit():
+    if value is None or not value.isdigit():
         raise BlobDamaged("its size is not a number")
+    if fields - 1 != -(-int(value) // PART_BYTES):
+        raise BlobDamaged("it has not as many parts as its size says")
     return int(value)
 
 
