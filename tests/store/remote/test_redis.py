@@ -13,6 +13,7 @@ import pytest
 from kvlinker.base.events import ChunkDamaged, Events, TierUnavailable
 from kvlinker.base.installing import install_command
 from kvlinker.store import StoreError
+from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.remote.blob_tier import BlobTier
 from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
@@ -69,11 +70,12 @@ def test_sizes_take_one_question_for_many_keys(
 
 def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -> None:
     tier.put(key_of(1), chunk_kv(1, tokens=PART_BYTES // 8))
-    size = tier.nbytes(key_of(1))
-    assert size is not None
+    blob = tier._medium.stat(key_of(1))
+    assert blob is not None
+    size = blob.nbytes
     assert size > 9 * PART_BYTES
     whole = bytearray(size)
-    tier._medium.read_into(key_of(1), 0, memoryview(whole))
+    tier._medium.read_into(key_of(1), blob, 0, memoryview(whole))
     for start, length in (
         (0, 8),
         (PART_BYTES - 1, 2),
@@ -82,7 +84,7 @@ def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -
         (7, size - 7),
     ):
         part = bytearray(length)
-        tier._medium.read_into(key_of(1), start, memoryview(part))
+        tier._medium.read_into(key_of(1), blob, start, memoryview(part))
         assert part == whole[start : start + length]
 
 
@@ -239,6 +241,46 @@ def test_a_full_redis_evicts_chunks(
     assert all(same_kv(tier.get(key_of(number)), kv) for number in present)
     assert tier.used_bytes <= tier.budget_bytes == room
     assert recorder.of(ChunkDamaged) == []
+
+
+def test_a_blob_is_not_replaced(redis_server: RedisServer, tier: BlobTier) -> None:
+    """Two servers write it at once, and a third may read what came first."""
+    other = redis_tier(redis_server.url, Recorder().events)
+
+    def pieces() -> Iterator[memoryview]:
+        assert other.put(key_of(1), KV[1])
+        redis_server.client.expire(f"kvlinker:chunk:{key_of(1)}", 5)
+        yield memoryview(b"other bytes")
+
+    assert tier._medium.write(key_of(1), len(b"other bytes"), pieces()).stored
+    assert same_kv(tier.get(key_of(1)), KV[1])
+    (name,) = redis_server.client.keys("*")
+    assert redis_server.client.ttl(name) == UNUSED_SECONDS
+    other.close()
+
+
+@pytest.mark.parametrize("written_again", [True, False])
+def test_a_blob_that_changes_while_it_is_read_is_a_miss(
+    redis_server: RedisServer, tier: BlobTier, recorder: Recorder, written_again: bool
+) -> None:
+    kv = chunk_kv(1, tokens=PART_BYTES // 8, layers=3)
+    assert tier.put(key_of(1), kv)
+    reader = tier.open(key_of(1))
+    assert reader is not None
+    tier.delete(key_of(1))
+    if written_again:
+        assert tier.put(key_of(1), kv)
+    with pytest.raises(LayerLostError):
+        reader.read(2)
+    reader.close()
+    assert recorder.of(ChunkDamaged) == []
+    assert tier.contains(key_of(1)) is written_again
+
+
+def test_blobs_of_the_version_before_are_read(redis_server: RedisServer, tier: BlobTier) -> None:
+    tier.put(key_of(1), KV[1])
+    assert redis_server.client.hdel(f"kvlinker:chunk:{key_of(1)}", "version") == 1
+    assert same_kv(tier.get(key_of(1)), KV[1])
 
 
 def test_a_write_that_breaks_off_leaves_nothing(redis_server: RedisServer, tier: BlobTier) -> None:

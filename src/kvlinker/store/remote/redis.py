@@ -21,6 +21,7 @@ from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.redaction import place_of, redacted
 from kvlinker.store.remote.blob_tier import EXCHANGE_SECONDS, BlobTier, missing_library
 from kvlinker.store.remote.medium import (
+    Blob,
     BlobDamaged,
     BlobGone,
     MediumRefused,
@@ -47,6 +48,7 @@ _PARTS_PER_COMMAND = 8  # 8 MB take 70 ms at 1 Gbit/s, far less than the limit o
 _KEYS_PER_COMMAND = 500  # chosen by hand: a round trip for some 50 kB of names
 _TEMPORARY_SECONDS = 60  # from one batch of parts to the next; chosen by hand
 _SIZE = "size"  # the field with the blob's size, beside its parts' "0", "1", …
+_VERSION = "version"  # that of a random token; chunks of kvlinker 0.1.0 have none
 
 T = TypeVar("T")
 
@@ -121,20 +123,22 @@ class RedisMedium:
                 )
         return ()
 
-    def stat(self, key: str) -> int | None:
+    def stat(self, key: str) -> Blob | None:
         return self._find(key, used=False)
 
-    def touch(self, key: str) -> int | None:
+    def touch(self, key: str) -> Blob | None:
         return self._find(key, used=True)
 
-    def read_into(self, key: str, start: int, target: memoryview) -> None:
+    def read_into(self, key: str, blob: Blob, start: int, target: memoryview) -> None:
         first, last = start // PART_BYTES, (start + len(target) - 1) // PART_BYTES
         position = 0
         skipped = start - first * PART_BYTES
         for numbers in _batches(range(first, last + 1), _PARTS_PER_COMMAND):
             with _medium_errors():
-                size, *parts = self._redis.hmget(self._blobs + key, [_SIZE, *map(str, numbers)])
-            if size is None:
+                size, version, *parts = self._redis.hmget(
+                    self._blobs + key, [_SIZE, _VERSION, *map(str, numbers)]
+                )
+            if size is None or (version or b"") != blob.version:
                 raise BlobGone
             for number, part in zip(numbers, parts, strict=True):
                 wanted = memoryview(part or b"")[skipped : skipped + len(target) - position]
@@ -147,11 +151,12 @@ class RedisMedium:
             raise BlobDamaged(f"it ends {len(target) - position} bytes too early")
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
-        temporary = self._temporary + secrets.token_hex(16)
+        version = secrets.token_hex(16)
+        temporary = self._temporary + version
         fields = 0
         try:
             with _medium_errors():
-                for batch in _batches(_fields(nbytes, pieces), _PARTS_PER_COMMAND):
+                for batch in _batches(_fields(nbytes, version, pieces), _PARTS_PER_COMMAND):
                     pipeline = self._redis.pipeline()  # a transaction: no part without its end
                     pipeline.hset(temporary, mapping=dict(batch))
                     pipeline.expire(temporary, _TEMPORARY_SECONDS)
@@ -160,8 +165,10 @@ class RedisMedium:
                 if self._redis.hlen(temporary) != fields:
                     raise MediumRefused("it evicted a chunk while the chunk was written")
                 pipeline = self._redis.pipeline()
-                pipeline.rename(temporary, self._blobs + key)
+                # another server's blob stays: it may be being read
+                pipeline.renamenx(temporary, self._blobs + key)
                 pipeline.expire(self._blobs + key, UNUSED_SECONDS)
+                pipeline.unlink(temporary)
                 pipeline.execute()
         except BaseException:
             with suppress(MediumUnavailable, MediumRefused), _medium_errors():
@@ -211,20 +218,20 @@ class RedisMedium:
     def close(self) -> None:
         self._redis.close()
 
-    def _find(self, key: str, *, used: bool) -> int | None:
-        """Return the blob's size, or None if there is none. Raises BlobDamaged."""
+    def _find(self, key: str, *, used: bool) -> Blob | None:
+        """Return the blob, or None if there is none. Raises BlobDamaged."""
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hlen(self._blobs + key)
-        pipeline.hget(self._blobs + key, _SIZE)
+        pipeline.hmget(self._blobs + key, [_SIZE, _VERSION])
         if used:
             pipeline.expire(self._blobs + key, UNUSED_SECONDS)
         with _medium_errors():
             # a Redis that is read-only refuses to expire, and is read on
-            fields, size, *_ = pipeline.execute(raise_on_error=False)
-            for answer in (fields, size):
+            fields, named, *_ = pipeline.execute(raise_on_error=False)
+            for answer in (fields, named):
                 if isinstance(answer, Exception):
                     raise answer
-        return _size(size, fields)
+        return _blob(*named, fields)
 
     def _memory(self) -> dict[str, Any]:
         """Return what Redis says of its memory, nothing where it refuses to, and keep its limit as
@@ -263,21 +270,24 @@ def _reason(error: Exception) -> str:
     return str(error).rpartition("caused error: ")[2]
 
 
-def _size(value: bytes | None, fields: int) -> int | None:
-    """Return the size that a blob's hash of so many ``fields`` names; None for no blob. Raises
-    BlobDamaged."""
+def _blob(size: bytes | None, version: bytes | None, fields: int) -> Blob | None:
+    """Return the blob of a hash of ``fields`` fields; None for none. Raises BlobDamaged."""
     if not fields:
         return None
-    if value is None or not value.isdigit():
+    if size is None or not size.isdigit():
         raise BlobDamaged("its size is not a number")
-    if fields - 1 != -(-int(value) // PART_BYTES):
+    parts = fields - 1 - (version is not None)
+    if parts != -(-int(size) // PART_BYTES):
         raise BlobDamaged("it has not as many parts as its size says")
-    return int(value)
+    return Blob(int(size), version or b"")
 
 
-def _fields(nbytes: int, pieces: Iterable[memoryview]) -> Iterator[tuple[str, int | bytes]]:
-    """Yield the fields of a blob's hash: its size, then its parts by number."""
+def _fields(
+    nbytes: int, version: str, pieces: Iterable[memoryview]
+) -> Iterator[tuple[str, int | str | bytes]]:
+    """Yield the fields of a blob's hash: its size and version, then its parts by number."""
     yield _SIZE, nbytes
+    yield _VERSION, version
     for number, part in enumerate(_parts(pieces)):
         yield str(number), part
 
