@@ -42,7 +42,7 @@ EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
 
 AUDIT_SECONDS = 600.0
-"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for; chosen
+"""The time limit for what goes through all that a medium holds, for which no request waits; chosen
 by hand."""
 
 _NOTHING_WRITTEN = WriteOutcome(stored=False)
@@ -166,7 +166,7 @@ class BlobTier:
         nothing: tuple[str, ...] = ()
         return tuple(
             key
-            for key in self._guard.ask(self._medium.keys, nothing)
+            for key in self._guard.ask(self._medium.keys, nothing, seconds=AUDIT_SECONDS)
             if not self._is_tombstoned(key)
         )
 
@@ -198,7 +198,7 @@ class BlobTier:
 
     def clear(self) -> None:
         """Remove everything in this place, and the place itself: only for samples."""
-        self._guard.ask(self._medium.clear, None)
+        self._guard.ask(self._medium.clear, None, seconds=AUDIT_SECONDS)
 
     def close(self) -> None:
         self._guard.close()
