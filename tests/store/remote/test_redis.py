@@ -141,6 +141,17 @@ def test_chunks_that_nobody_uses_expire(redis_server: RedisServer, tier: BlobTie
     assert tier.check().checked == 0
 
 
+def test_a_check_lets_old_chunks_expire(redis_server: RedisServer, tier: BlobTier) -> None:
+    for number in (1, 2):
+        tier.put(key_of(number), KV[number])
+    old, new = (f"kvlinker:chunk:{key_of(number)}" for number in (1, 2))
+    redis_server.client.persist(old)
+    redis_server.client.expire(new, 500)
+    assert tier.check().checked == 2
+    assert redis_server.client.ttl(old) == UNUSED_SECONDS
+    assert redis_server.client.ttl(new) <= 500, "a check is not a use"
+
+
 def test_budget_and_usage_are_those_of_redis(redis_server: RedisServer, tier: BlobTier) -> None:
     """All keys and bytes of the server count, whoever wrote them."""
     redis_server.client.config_set("maxmemory", 1 << 26)

@@ -109,7 +109,7 @@ class BlobMedium(Protocol):
         """Return how full the medium is."""
 
     def audit(self) -> None:
-        """Make keys and usage agree with the blobs that are there."""
+        """Make keys, usage and lifetimes agree with the blobs that are there."""
 
     def clear(self) -> None:
         """Remove everything in this medium's place, of all processes, and the place itself."""

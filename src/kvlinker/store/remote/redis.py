@@ -208,7 +208,15 @@ class RedisMedium:
             return MediumUsage(int(memory.get("used_memory", 0)), int(self._redis.dbsize()))
 
     def audit(self) -> None:
-        """Do nothing: nothing is counted beside the blobs."""
+        """Let blobs expire that never would: kvlinker 0.1.0 wrote such ones."""
+        with _medium_errors():
+            for names in _batches(self._names(self._blobs), _KEYS_PER_COMMAND):
+                pipeline = self._redis.pipeline(transaction=False)
+                for name in names:
+                    pipeline.ttl(name)
+                for name, seconds in zip(names, pipeline.execute(), strict=True):
+                    if seconds == -1:
+                        self._redis.expire(name, UNUSED_SECONDS)
 
     def clear(self) -> None:
         with _medium_errors():
