@@ -214,8 +214,11 @@ def test_a_blob_above_a_lowered_budget_is_a_miss(
     [
         (0, "noeviction", "has no maxmemory"),
         (1 << 26, "noeviction", "maxmemory-policy noeviction"),
+        (1 << 26, "allkeys-random", "maxmemory-policy allkeys-random"),
+        (1 << 26, "volatile-ttl", "maxmemory-policy volatile-ttl"),
         (1 << 26, "allkeys-lru", None),
         (1 << 26, "volatile-lru", None),
+        (1 << 26, "volatile-lfu", None),
     ],
 )
 def test_a_start_warns_where_redis_does_not_limit_itself(

@@ -47,6 +47,7 @@ prompts; chosen by hand. Redis evicts earlier where its memory is full."""
 _PARTS_PER_COMMAND = 8  # 8 MB take 70 ms at 1 Gbit/s, far less than the limit of an exchange
 _KEYS_PER_COMMAND = 500  # chosen by hand: a round trip for some 50 kB of names
 _TEMPORARY_SECONDS = 60  # from one batch of parts to the next; chosen by hand
+_POLICIES = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu")
 _SIZE = "size"  # the field with the blob's size, beside its parts' "0", "1", …
 _VERSION = "version"  # that of a random token; chunks of kvlinker 0.1.0 have none
 
@@ -115,11 +116,13 @@ class RedisMedium:
                     " and maxmemory-policy allkeys-lru.",
                     self.place,
                 )
-            elif memory.get("maxmemory_policy") == "noeviction":
+            elif (policy := memory.get("maxmemory_policy", _POLICIES[0])) not in _POLICIES:
                 logger.warning(
-                    "Redis %s has maxmemory-policy noeviction: once it is full, it takes no new"
-                    " chunks. Set allkeys-lru, or volatile-lru where it has others' data.",
+                    "Redis %s has maxmemory-policy %s: once it is full, it takes no new chunks, or"
+                    " evicts by another rule than use. Set allkeys-lru, or volatile-lru where it"
+                    " has others' data.",
                     self.place,
+                    policy,
                 )
         return ()
 
