@@ -273,15 +273,19 @@ def test_texts_that_have_more_of_the_words_are_first(catalog: Catalog) -> None:
 
 
 def test_the_beginning_of_any_text_is_searched(catalog: Catalog) -> None:
-    """PostgreSQL takes 1 MiB of words for a text."""
-    characters = iter(range(0x20000, 0x2A6D0))  # letters of four bytes
-    words = " ".join(
-        "".join(chr(next(characters)) for _ in range(2)) for _ in range(SEARCHED_CHARACTERS // 12)
+    """PostgreSQL takes 1 MiB of words for a text, and each hyphenated one as a whole and by its
+    parts."""
+    letters = [chr(0x20000 + number) for number in range(40_000)]  # of four bytes
+    words = [letters[n] + letters[step * n % 40_000] for step in (7, 11) for n in range(33_000)]
+    hyphenated = " ".join(map("-".join, zip(words[::2], words[1::2], strict=True)))
+    assert len(hyphenated) < SEARCHED_CHARACTERS
+    long, hyphens, short = map(
+        text_record,
+        (f"cat {'x1 x2 x3 x4 ' * 30_000} dog", f"cat {hyphenated} dog", "A dog sleeps."),
     )
-    long = text_record(f"cat {words} {'x1 x2 x3 x4 ' * 30_000} dog")
-    add(catalog, long)
-    assert len(search(catalog, "cat")) == 1
-    assert search(catalog, "dog") == ()
+    add(catalog, hyphens, long, short)
+    assert {hit.id for hit in search(catalog, "cat")} == {long.id, hyphens.id}
+    assert [hit.id for hit in search(catalog, "dog")] == [short.id]
 
 
 def test_statements_are_translated() -> None:
