@@ -209,11 +209,24 @@ def test_a_server_that_stops_inside_a_transaction_holds_up_the_others_for_a_whil
         assert other.usage("anna").caches == 1
 
 
-def test_another_version_is_refused(url: str) -> None:
-    Catalog(url).close()
-    harm(url, "UPDATE version SET number = ?", POSTGRES_VERSION + 1)
-    with pytest.raises(StoreError, match="was written by a newer kvlinker"):
+@pytest.mark.parametrize(("step", "age"), [(1, "a newer"), (-1, "an older")])
+def test_another_version_is_refused_and_left_as_it_is(url: str, step: int, age: str) -> None:
+    with closing(Catalog(url)) as catalog:
+        add(catalog, text_record("A dog sleeps."))
+    harm(url, "UPDATE version SET number = ?", POSTGRES_VERSION + step)
+    harm(url, "DROP INDEX texts_by_word")
+
+    def contents() -> list[object]:
+        relations = harm(
+            url, "SELECT relname FROM pg_class WHERE relnamespace = ?::regnamespace", SCHEMA
+        )
+        tables = ("version", "context_caches", "chunks", "texts", "tenants")
+        return [sorted(relations), *(harm(url, f"SELECT * FROM {table}") for table in tables)]
+
+    before = contents()
+    with pytest.raises(StoreError, match=f"was written by {age} kvlinker"):
         Catalog(url)
+    assert contents() == before
 
 
 def test_tables_of_others_are_left_alone(url: str) -> None:
