@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
+from unittest import mock
 
 import psycopg
 import pytest
@@ -22,7 +23,6 @@ from kvlinker.base.errors import (
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, Limits
 from kvlinker.store.catalog.databases import postgresql
-from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
 from kvlinker.store.catalog.databases.postgresql_tables import (
     POSTGRES_VERSION,
     SCHEMA,
@@ -312,27 +312,42 @@ def test_statements_are_translated() -> None:
     )
 
 
-def test_a_query_takes_its_indexes(catalog: Catalog) -> None:
+def plans_of(url: str, catalog: Catalog, ask: Callable[[], object]) -> list[str]:
+    """Return PostgreSQL's plans for what is asked of the catalog, by its statistics of now."""
+    harm(url, "ANALYZE")
+    database = catalog._database
+    with mock.patch.object(database, "query", wraps=database.query) as asked:
+        ask()
+    explained = (
+        database.query(f"EXPLAIN {call.args[0]}", call.args[1]) for call in asked.mock_calls
+    )
+    return ["\n".join(line for (line,) in rows) for rows in explained]
+
+
+def test_a_query_takes_its_indexes(url: str, catalog: Catalog) -> None:
     """Those of every request: by id, and by content."""
-    assert isinstance(catalog._database, PostgresDatabase)
     catalog.add([record(number) for number in range(3000)])
-    harm_url = catalog._database._url
-    with psycopg.connect(harm_url, autocommit=True) as connection:
-        connection.execute(f"SET search_path TO {SCHEMA}")
-        connection.execute("ANALYZE")
-    asked: list[tuple[str, dict[str, object]]] = []
-    query = catalog._database.query
 
-    def listen(statement: str, values: dict[str, object]) -> object:
-        asked.append((statement, values))
-        return query(statement, values)
+    def ask() -> None:
+        catalog.get_many(["cc_1", "cc_2"], "anna", NOW)
+        catalog.implicit.find({"a", "b"}, "anna", "weights", NOW)
 
-    catalog._database.query = listen  # type: ignore[method-assign, assignment]
-    catalog.get_many(["cc_1", "cc_2"], "anna", NOW)
-    catalog.implicit.find({"a", "b"}, "anna", "weights", NOW)
-    for statement, values in asked:
-        plan = [row[0] for row in query(f"EXPLAIN {statement}", values)]
-        assert not any("Seq Scan" in line for line in plan), plan
+    plans = plans_of(url, catalog, ask)
+    assert plans
+    assert all("Seq Scan" not in plan for plan in plans), plans
+
+
+def test_a_small_tenants_search_takes_its_own_texts(url: str, catalog: Catalog) -> None:
+    """Not those of all tenants that have the word."""
+    catalog.add([record(number) for number in range(3000)])
+    harm(
+        url,
+        "INSERT INTO texts (tenant, key, text)"
+        " SELECT CASE WHEN row_number() OVER () <= 20 THEN 'small' ELSE 'big' END, key, 'a cat'"
+        " FROM chunks",
+    )
+    (plan,) = plans_of(url, catalog, lambda: search(catalog, "cat", tenant="small"))
+    assert "texts_by_tenant" in plan
 
 
 def test_no_text_is_an_outage_for_others(catalog: Catalog) -> None:
