@@ -242,7 +242,8 @@ class RedisMedium:
             for answer in (fields, named):
                 if isinstance(answer, Exception):
                     raise answer
-        return _blob(*named, fields)
+        size, version = named
+        return _blob(size, version, fields)
 
     def _memory(self) -> dict[str, Any]:
         """Return what Redis says of its memory, nothing where it refuses to, and keep its limit as
