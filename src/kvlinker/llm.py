@@ -334,8 +334,8 @@ class LLM(Parts):
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts (BM25), and with an embedding model also by
-        their meaning, the best match first; the hits stand in message content.
+        """Find context caches by words of their texts, and with an embedding model also by their
+        meaning, the best match first; the hits stand in message content.
 
         Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises
         InvalidRequestError for a query without words, and where the settings have search off.

@@ -1,10 +1,11 @@
 import gc
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 
-from kvlinker.base.futures import chain, completed, fall_back, gather
+from kvlinker.base.futures import completed, fall_back, follow_up, gather
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -62,6 +63,50 @@ def test_what_was_found_but_is_not_accepted_is_shown_to_who_seeks_elsewhere():
     assert accepted.result() == 2
 
 
+@pytest.mark.parametrize("failure", [CancelledError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["found", "accepting", "asking", "other"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_future_is_returned_and_completes_whatever_fails(
+    failure: BaseException, where: str, early: bool
+) -> None:
+    """A second future that is cancelled, too, and a first one that is done before."""
+    found: Future[int | None] = Future()
+    other: Future[int] = Future()
+
+    def fail(future: Future[Any]) -> None:
+        if isinstance(failure, CancelledError):
+            assert future.cancel()
+        else:
+            future.set_exception(failure)
+
+    def accepts(_: int) -> bool:
+        if where == "accepting":
+            raise failure
+        return False
+
+    def otherwise(_: int | None) -> Future[int]:
+        if where == "asking":
+            raise failure
+        return other
+
+    def find() -> None:
+        if where == "found":
+            fail(found)
+        else:
+            found.set_result(1)
+
+    if early:
+        find()
+    joined = fall_back(found, otherwise, accepts)
+    if not early:
+        find()
+    if where == "other":
+        fail(other)
+    assert joined.done()
+    with pytest.raises(type(failure)):
+        joined.result()
+
+
 @pytest.mark.parametrize("where", ["found", "asking", "other"])
 def test_whatever_fails_is_the_outcome(where):
     found: Future[int | None] = Future()
@@ -111,7 +156,7 @@ def test_one_future_after_another() -> None:
         asked.append(value)
         return second
 
-    joined = chain(first, go_on)
+    joined = follow_up(first, go_on)
     first.set_result(3)
     assert (asked, joined.done()) == ([3], False)
     second.set_result("done")
@@ -127,7 +172,7 @@ def test_a_failure_on_the_way_is_the_joined_ones(at: str) -> None:
             raise ValueError(at)
         return second
 
-    joined = chain(first, go_on)
+    joined = follow_up(first, go_on)
     if at == "first":
         first.set_exception(ValueError(at))
     else:

@@ -1,4 +1,4 @@
-"""A retriever over what a server has cached, by words of the texts (BM25)."""
+"""A retriever over what a server has cached, by words of the texts."""
 
 from __future__ import annotations
 

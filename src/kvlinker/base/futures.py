@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar, cast
+from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,12 +30,8 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
     missing = len(waited)
 
     def complete() -> None:
-        try:
-            joined.set_result(finish(tuple(map(Future.result, waited))))
-        except BaseException as error:
-            joined.set_exception(error)
-        finally:
-            waited.clear()  # a future that its own callback holds would keep its result alive
+        _settle(joined, lambda: finish(tuple(map(Future.result, waited))))
+        waited.clear()  # a future that its own callback holds would keep its result alive
 
     def count(_: Future[T]) -> None:
         nonlocal missing
@@ -53,26 +49,20 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
     return joined
 
 
-def chain(first: Future[T], following: Callable[[T], Future[R]]) -> Future[R]:
+def follow_up(first: Future[T], following: Callable[[T], Future[R]]) -> Future[R]:
     """Return a future of the result of ``following(first.result())``, or of the failure of either.
     ``following`` runs in the thread that completes ``first``, or here if it is done."""
-    if first.done():
-        try:
-            return following(first.result())
-        except Exception as error:
-            failed: Future[R] = Future()
-            failed.set_exception(error)
-            return failed
     joined: Future[R] = Future()
 
-    def pass_on(second: Future[R]) -> None:
-        error = second.exception()
-        if error is None:
-            joined.set_result(second.result())
-        else:
+    def follow(done: Future[T]) -> None:
+        try:
+            second = following(done.result())
+        except BaseException as error:
             joined.set_exception(error)
+        else:
+            second.add_done_callback(lambda done: _settle(joined, done.result))
 
-    first.add_done_callback(lambda done: chain(done, following).add_done_callback(pass_on))
+    first.add_done_callback(follow)
     return joined
 
 
@@ -82,14 +72,19 @@ def fall_back(
     accepts: Callable[[T], bool] = lambda _: True,
 ) -> Future[T]:
     """Return a future of the result of ``first`` or, if that is None or ``accepts`` is false for
-    it, of ``otherwise(result)``. Both functions run where those of ``chain`` do."""
-
-    if first.done() and first.exception() is None:
-        value = first.result()
-        if value is not None and accepts(value):
-            return cast(Future[T], first)
+    it, of ``otherwise(result)``. Both functions run where that of ``follow_up`` does."""
 
     def decide(value: T | None) -> Future[T]:
         return otherwise(value) if value is None or not accepts(value) else completed(value)
 
-    return chain(first, decide)
+    return follow_up(first, decide)
+
+
+def _settle(future: Future[R], work: Callable[[], R]) -> None:
+    """Complete the future with the result of ``work``, or with what it raises."""
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -16,7 +16,7 @@ from hashlib import sha256
 import httpx
 
 from kvlinker.base.errors import ContextCacheNotFoundError
-from kvlinker.base.futures import chain
+from kvlinker.base.futures import follow_up
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.store import Catalog, ChunkStore
 
@@ -157,7 +157,7 @@ class Building:
         def share(nbytes: int) -> Future[int]:
             return self._thread.submit(self._share, chunk_key, nbytes)
 
-        return chain(self._engine.cache_chunk(chunk, tenant=owner), share)
+        return follow_up(self._engine.cache_chunk(chunk, tenant=owner), share)
 
     def close(self) -> None:
         """Finish the transfers under way."""

@@ -484,11 +484,6 @@ class ChunkStore:
             )
         return tuple(usages)
 
-    @property
-    def largest_budget(self) -> int:
-        """The bytes that the tier with most room may keep."""
-        return max(tier.budget_bytes for tier in self._all_tiers)
-
     def usage(self) -> tuple[TierUsage, ...]:
         """Return how full each tier is, from the fastest to the slowest."""
         return tuple(

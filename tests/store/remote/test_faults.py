@@ -78,6 +78,26 @@ def every_call(tier: BlobTier) -> None:
     assert len(tier) >= 0
 
 
+def test_a_scan_of_many_keys_may_take_longer_than_an_answer(
+    redis_server: RedisServer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium = RedisMedium(redis_server.url, prefix="kvlinker", timeout=PATIENT)
+    tier = BlobTier("redis", medium, recorder.events, answer_seconds=TIMEOUT)
+    assert tier.put(key_of(1), KV[1])
+    scan = medium._names
+
+    def slow_scan(prefix: str) -> Iterator[bytes]:
+        time.sleep(1.5 * TIMEOUT)
+        return scan(prefix)
+
+    monkeypatch.setattr(medium, "_names", slow_scan)
+    assert tier.keys() == (key_of(1),)
+    tier.clear()
+    assert not redis_server.client.keys("*")
+    assert recorder.of(TierUnavailable) == []
+    tier.close()
+
+
 @pytest.mark.parametrize("fault", ["hang", "kill"])
 def test_an_outage_costs_one_timeout_and_one_line(
     frail_redis: RedisServer,

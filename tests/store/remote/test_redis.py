@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
@@ -13,11 +14,13 @@ import pytest
 from kvlinker.base.events import ChunkDamaged, Events, TierUnavailable
 from kvlinker.base.installing import install_command
 from kvlinker.store import StoreError
+from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.remote.blob_tier import BlobTier
 from kvlinker.store.remote.medium import KEYS_AT_ONCE, MediumRefused
 from kvlinker.store.remote.objects import object_tier
 from kvlinker.store.remote.redis import PART_BYTES, UNUSED_SECONDS, RedisMedium, redis_tier
+from kvlinker.store.tiers.base import UNKNOWN_BUDGET
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 from tests.store.tiers.test_tiers import KV
@@ -68,11 +71,12 @@ def test_sizes_take_one_question_for_many_keys(
 
 def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -> None:
     tier.put(key_of(1), chunk_kv(1, tokens=PART_BYTES // 8))
-    size = tier.nbytes(key_of(1))
-    assert size is not None
+    blob = tier._medium.stat(key_of(1))
+    assert blob is not None
+    size = blob.nbytes
     assert size > 9 * PART_BYTES
     whole = bytearray(size)
-    tier._medium.read_into(key_of(1), 0, memoryview(whole))
+    tier._medium.read_into(key_of(1), blob, 0, memoryview(whole))
     for start, length in (
         (0, 8),
         (PART_BYTES - 1, 2),
@@ -81,7 +85,7 @@ def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -
         (7, size - 7),
     ):
         part = bytearray(length)
-        tier._medium.read_into(key_of(1), start, memoryview(part))
+        tier._medium.read_into(key_of(1), blob, start, memoryview(part))
         assert part == whole[start : start + length]
 
 
@@ -138,6 +142,17 @@ def test_chunks_that_nobody_uses_expire(redis_server: RedisServer, tier: BlobTie
     assert tier.check().checked == 0
 
 
+def test_a_check_lets_old_chunks_expire(redis_server: RedisServer, tier: BlobTier) -> None:
+    for number in (1, 2):
+        tier.put(key_of(number), KV[number])
+    old, new = (f"kvlinker:chunk:{key_of(number)}" for number in (1, 2))
+    redis_server.client.persist(old)
+    redis_server.client.expire(new, 500)
+    assert tier.check().checked == 2
+    assert redis_server.client.ttl(old) == UNUSED_SECONDS
+    assert redis_server.client.ttl(new) <= 500, "a check is not a use"
+
+
 def test_budget_and_usage_are_those_of_redis(redis_server: RedisServer, tier: BlobTier) -> None:
     """All keys and bytes of the server count, whoever wrote them."""
     redis_server.client.config_set("maxmemory", 1 << 26)
@@ -147,13 +162,64 @@ def test_budget_and_usage_are_those_of_redis(redis_server: RedisServer, tier: Bl
     assert (len(tier), tier.budget_bytes) == (2, 1 << 26)
 
 
+def test_a_user_without_info_reads_and_writes(
+    redis_server: RedisServer,
+    tier: BlobTier,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No limit is known to it, so that no chunk is too large."""
+    assert tier.put(key_of(1), KV[1])
+    redis_server.client.acl_setuser(
+        "app",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["kvlinker:*"],
+        commands=["+@all", "-info"],
+    )
+    try:
+        limited = redis_tier(redis_server.url.replace("//", "//app:secret@"), recorder.events)
+        assert same_kv(limited.get(key_of(1)), KV[1])
+        reader = limited.open(key_of(1))
+        assert reader is not None
+        reader.close()
+        assert limited.put(key_of(2), KV[2])
+        assert limited.budget_bytes == UNKNOWN_BUDGET
+        assert (limited.used_bytes, len(limited)) == (0, 2)
+        limited._medium.open()  # as after an outage
+        limited.close()
+    finally:
+        redis_server.client.acl_deluser("app")
+    assert same_kv(tier.get(key_of(2)), KV[2])
+    assert recorder.of(ChunkDamaged) == []
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "ACL SETUSER <user> +info" in line
+
+
+def test_a_blob_above_a_lowered_budget_is_a_miss(
+    redis_server: RedisServer, tier: BlobTier, recorder: Recorder
+) -> None:
+    """Redis decides what it keeps."""
+    assert tier.put(key_of(1), KV[1])
+    redis_server.client.config_set("maxmemory-policy", "noeviction")
+    redis_server.client.config_set("maxmemory", blob_size(1) - 1)
+    tier._medium.open()
+    assert tier.get(key_of(1)) is None
+    assert tier.open(key_of(1)) is None
+    assert tier.contains(key_of(1))
+    assert recorder.of(ChunkDamaged) == []
+
+
 @pytest.mark.parametrize(
     ("maxmemory", "policy", "warning"),
     [
         (0, "noeviction", "has no maxmemory"),
         (1 << 26, "noeviction", "maxmemory-policy noeviction"),
+        (1 << 26, "allkeys-random", "maxmemory-policy allkeys-random"),
+        (1 << 26, "volatile-ttl", "maxmemory-policy volatile-ttl"),
         (1 << 26, "allkeys-lru", None),
         (1 << 26, "volatile-lru", None),
+        (1 << 26, "volatile-lfu", None),
     ],
 )
 def test_a_start_warns_where_redis_does_not_limit_itself(
@@ -190,6 +256,46 @@ def test_a_full_redis_evicts_chunks(
     assert all(same_kv(tier.get(key_of(number)), kv) for number in present)
     assert tier.used_bytes <= tier.budget_bytes == room
     assert recorder.of(ChunkDamaged) == []
+
+
+def test_a_blob_is_not_replaced(redis_server: RedisServer, tier: BlobTier) -> None:
+    """Two servers write it at once, and a third may read what came first."""
+    other = redis_tier(redis_server.url, Recorder().events)
+
+    def pieces() -> Iterator[memoryview]:
+        assert other.put(key_of(1), KV[1])
+        redis_server.client.expire(f"kvlinker:chunk:{key_of(1)}", 5)
+        yield memoryview(b"other bytes")
+
+    assert tier._medium.write(key_of(1), len(b"other bytes"), pieces()).stored
+    assert same_kv(tier.get(key_of(1)), KV[1])
+    (name,) = redis_server.client.keys("*")
+    assert redis_server.client.ttl(name) == UNUSED_SECONDS
+    other.close()
+
+
+@pytest.mark.parametrize("written_again", [True, False])
+def test_a_blob_that_changes_while_it_is_read_is_a_miss(
+    redis_server: RedisServer, tier: BlobTier, recorder: Recorder, written_again: bool
+) -> None:
+    kv = chunk_kv(1, tokens=PART_BYTES // 8, layers=3)
+    assert tier.put(key_of(1), kv)
+    reader = tier.open(key_of(1))
+    assert reader is not None
+    tier.delete(key_of(1))
+    if written_again:
+        assert tier.put(key_of(1), kv)
+    with pytest.raises(LayerLostError):
+        reader.read(2)
+    reader.close()
+    assert recorder.of(ChunkDamaged) == []
+    assert tier.contains(key_of(1)) is written_again
+
+
+def test_blobs_of_the_version_before_are_read(redis_server: RedisServer, tier: BlobTier) -> None:
+    tier.put(key_of(1), KV[1])
+    assert redis_server.client.hdel(f"kvlinker:chunk:{key_of(1)}", "version") == 1
+    assert same_kv(tier.get(key_of(1)), KV[1])
 
 
 def test_a_write_that_breaks_off_leaves_nothing(redis_server: RedisServer, tier: BlobTier) -> None:
@@ -238,20 +344,22 @@ def test_caller_mistakes_are_told(tier: BlobTier) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "module", "make", "extra"),
+    ("library", "make", "extra"),
     [
-        ("redis", "redis", partial(redis_tier, "redis://localhost"), "redis"),
-        ("fsspec", "object", partial(object_tier, "file:///nowhere", 1), "remote"),
+        ("redis", partial(redis_tier, "redis://localhost"), "redis"),
+        ("fsspec", partial(object_tier, "file:///nowhere", 1), "remote"),
     ],
 )
 def test_a_missing_library_is_told_with_the_extra_that_brings_it(
     library: str,
-    module: str,
-    make: Callable[..., BlobTier],
+    make: partial[BlobTier],
     extra: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its module is imported anew: that, too, works without the library."""
+    module = make.func.__module__
     monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.delitem(sys.modules, f"kvlinker.store.tiers.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, module)
+    imported = getattr(importlib.import_module(module), make.func.__name__)
     with pytest.raises(StoreError, match=re.escape(install_command(extra))):
-        make(Events())
+        imported(*make.args, Events())

@@ -47,8 +47,8 @@ class SearchHit:
     id: str
 
     score: float
-    """BM25's, or a sum of reciprocal ranks, higher is better; it compares the hits of one query
-    with one another only."""
+    """The database's rank (BM25 in SQLite, ``ts_rank`` in PostgreSQL), or a sum of reciprocal
+    ranks; higher is better. It compares the hits of one query with one another only."""
 
     text: str
     tokens: int

@@ -129,7 +129,7 @@ def message_of(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str
 
 def _share(share: float) -> str:
     """Write a share in whole percent. None is 0%: a word that most texts have counts for next to
-    nothing in BM25."""
+    nothing in BM25, by which SQLite ranks."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 

@@ -127,8 +127,8 @@ def search(
     metadata: Mapping[str, str] | None = None,
     scope: str = "private",
 ) -> HttpCall[tuple[SearchHit, ...]]:
-    """Find context caches by words of their texts (BM25), the best match first; the hits stand in
-    message content.
+    """Find context caches by words of their texts, the best match first; the hits stand in message
+    content.
 
     Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones
     ("shared").

@@ -52,9 +52,9 @@ class SearchIndex:
         """Return the tenant's ``limit`` chunks that match best, each as its newest live context
         cache that has all pairs of ``metadata``; only chunks of the model with this fingerprint.
 
-        A text matches that has any of the query's words; BM25 puts first those that have many and
-        rare ones. Nothing in the query is syntax. ``now``: Unix seconds. Raises InvalidRequestError
-        for a query without a word.
+        A text matches that has any of the query's words; SQLite, by BM25, puts first those that
+        have many and rare ones, PostgreSQL those that have many. Nothing in the query is syntax.
+        ``now``: Unix seconds. Raises InvalidRequestError for a query without a word.
         """
         words = list(dict.fromkeys(_WORD.findall(query)))[:MOST_WORDS]
         if not words:

@@ -25,6 +25,7 @@ from kvlinker.store.format.sealing import NOT_SEALED, Sealing
 from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.remote.medium import (
     KEYS_AT_ONCE,
+    Blob,
     BlobDamaged,
     BlobMedium,
     MediumRefused,
@@ -41,7 +42,7 @@ EXCHANGE_SECONDS = ANSWER_SECONDS / 2
 """The time limit for one exchange of bytes with a medium, which is part of a call."""
 
 AUDIT_SECONDS = 600.0
-"""The time limit for listing all that a medium holds, which nobody but ``check`` waits for; chosen
+"""The time limit for what goes through all that a medium holds, for which no request waits; chosen
 by hand."""
 
 _NOTHING_WRITTEN = WriteOutcome(stored=False)
@@ -102,20 +103,17 @@ class BlobTier:
         return self._usage().used_bytes
 
     def get(self, key: str) -> ChunkKV | None:
-        nbytes = self._size(self._medium.touch, key)
-        kv = None if nbytes is None else self._read(key, nbytes)
+        blob = self._find(self._medium.touch, key)
+        kv = None if blob is None else self._read(key, blob)
         return kv if isinstance(kv, ChunkKV) else None
 
     def open(self, key: str) -> ChunkReader | None:
-        nbytes = self._size(self._medium.touch, key)
-        if nbytes is None:
-            return None
-        if nbytes > self.budget_bytes:
-            self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
+        blob = self._find(self._medium.touch, key)
+        if blob is None or blob.nbytes > self.budget_bytes:
             return None
         failed = partial(self._note_failed_read, key)
         source = ReadAheadSource(
-            nbytes, partial(self._fetch_part, key), ahead_bytes=self._medium.ahead_bytes
+            blob.nbytes, partial(self._fetch_part, key, blob), ahead_bytes=self._medium.ahead_bytes
         )
         try:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
@@ -131,7 +129,7 @@ class BlobTier:
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """Keep the KV as ``Tier.put`` does. Raises ValueError for KV that chunk files do not hold:
         a caller's mistake."""
-        if self._size(self._medium.touch, key) is not None:
+        if self._find(self._medium.touch, key) is not None:
             return True
         if not self._guard.up:
             return False
@@ -168,7 +166,7 @@ class BlobTier:
         nothing: tuple[str, ...] = ()
         return tuple(
             key
-            for key in self._guard.ask(self._medium.keys, nothing)
+            for key in self._guard.ask(self._medium.keys, nothing, seconds=AUDIT_SECONDS)
             if not self._is_tombstoned(key)
         )
 
@@ -176,7 +174,8 @@ class BlobTier:
         return self._usage().blobs
 
     def nbytes(self, key: str) -> int | None:
-        return self._size(self._medium.stat, key)
+        blob = self._find(self._medium.stat, key)
+        return None if blob is None else blob.nbytes
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
         if not self._guard.up:
@@ -193,13 +192,13 @@ class BlobTier:
 
     def check(self) -> TierCheck:
         self._guard.ask(self._medium.audit, None, seconds=AUDIT_SECONDS)
-        sizes = ((key, self._size(self._medium.stat, key)) for key in self.keys())
-        read = (self._read(key, nbytes) for key, nbytes in sizes if nbytes is not None)
+        blobs = ((key, self._find(self._medium.stat, key)) for key in self.keys())
+        read = (self._read(key, blob) for key, blob in blobs if blob is not None)
         return replace(TierCheck.of(self.name, read), reachable=self._guard.up)
 
     def clear(self) -> None:
         """Remove everything in this place, and the place itself: only for samples."""
-        self._guard.ask(self._medium.clear, None)
+        self._guard.ask(self._medium.clear, None, seconds=AUDIT_SECONDS)
 
     def close(self) -> None:
         self._guard.close()
@@ -213,7 +212,7 @@ class BlobTier:
         self._last_usage = self._guard.ask(self._medium.usage, self._last_usage)
         return self._last_usage
 
-    def _size(self, question: Callable[[str], int | None], key: str) -> int | None:
+    def _find(self, question: Callable[[str], Blob | None], key: str) -> Blob | None:
         """Return the result of ``stat`` or ``touch``, None for what is tombstoned; a copy that they
         find damaged is dropped."""
         if self._is_tombstoned(key):
@@ -224,13 +223,14 @@ class BlobTier:
             self._drop(key, str(damage))
             return None
 
-    def _read(self, key: str, nbytes: int) -> ChunkKV | ChunkDamaged | None:
+    def _read(self, key: str, blob: Blob) -> ChunkKV | ChunkDamaged | None:
         """Return the verified KV; or the damage, after removing and publishing it; or None if it is
         a miss for now."""
-        if nbytes > self.budget_bytes:
-            return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
+        nbytes = blob.nbytes
+        if nbytes > self.budget_bytes:  # a limit that was lowered, or another server's
+            return None
         try:
-            data = self._guard.ask(partial(self._fetch, key, 0, nbytes), None, nbytes=nbytes)
+            data = self._guard.ask(partial(self._fetch, key, blob, 0, nbytes), None, nbytes=nbytes)
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
@@ -241,15 +241,15 @@ class BlobTier:
             self._guard.note_transfer()
         return kv
 
-    def _fetch(self, key: str, start: int, nbytes: int) -> Bytes:
+    def _fetch(self, key: str, blob: Blob, start: int, nbytes: int) -> Bytes:
         data: Bytes = np.empty(nbytes, dtype=np.uint8)  # NumPy asks for huge pages
-        self._medium.read_into(key, start, data.data)
+        self._medium.read_into(key, blob, start, data.data)
         return data
 
-    def _fetch_part(self, key: str, start: int, nbytes: int) -> Bytes:
+    def _fetch_part(self, key: str, blob: Blob, start: int, nbytes: int) -> Bytes:
         """Read bytes of a blob. Raises LayerLostError if the medium does not give them, and
         BlobDamaged."""
-        data = self._guard.ask(partial(self._fetch, key, start, nbytes), None, nbytes=nbytes)
+        data = self._guard.ask(partial(self._fetch, key, blob, start, nbytes), None, nbytes=nbytes)
         if data is None:
             raise LayerLostError(f"tier {self.name} did not deliver chunk {key}")
         self._guard.note_transfer()

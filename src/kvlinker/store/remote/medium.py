@@ -29,6 +29,15 @@ class BlobDamaged(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob as it was found under its key."""
+
+    nbytes: int
+    version: bytes = b""
+    """Another one for each time that the key was written, where the medium can tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class MediumUsage:
     """The fill level of a medium by its own count: of all servers' blobs, and perhaps of other
     programs' data."""
@@ -72,15 +81,15 @@ class BlobMedium(Protocol):
         """Reach the medium and evict down to the budget, also again after an outage; returns
         evicted sizes."""
 
-    def stat(self, key: str) -> int | None:
-        """Return the blob's size in bytes, or None if there is none. Raises BlobDamaged."""
+    def stat(self, key: str) -> Blob | None:
+        """Return the blob, or None if there is none. Raises BlobDamaged."""
 
-    def touch(self, key: str) -> int | None:
+    def touch(self, key: str) -> Blob | None:
         """Return what ``stat`` does; the blob is now the most recently used."""
 
-    def read_into(self, key: str, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobGone and
-        BlobDamaged."""
+    def read_into(self, key: str, blob: Blob, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the blob's bytes from ``start`` on. Raises BlobDamaged, and BlobGone
+        also where another version took its place."""
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
         """Keep a blob of ``nbytes``, at most the budget, evicting for it. One that is there already
@@ -100,7 +109,7 @@ class BlobMedium(Protocol):
         """Return how full the medium is."""
 
     def audit(self) -> None:
-        """Make keys and usage agree with the blobs that are there."""
+        """Make keys, usage and lifetimes agree with the blobs that are there."""
 
     def clear(self) -> None:
         """Remove everything in this medium's place, of all processes, and the place itself."""

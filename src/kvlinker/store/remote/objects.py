@@ -24,6 +24,7 @@ from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.redaction import place_of, redacted
 from kvlinker.store.remote.blob_tier import EXCHANGE_SECONDS, BlobTier, missing_library
 from kvlinker.store.remote.medium import (
+    Blob,
     BlobDamaged,
     BlobGone,
     MediumRefused,
@@ -120,12 +121,12 @@ class ObjectMedium:
             raise self._listing_error
         return self._evict_for(0)
 
-    def stat(self, key: str) -> int | None:
+    def stat(self, key: str) -> Blob | None:
         self._list_if_old()
         with self._lock:
             known = self._index.nbytes(key)
         if known is not None:
-            return known
+            return Blob(known)
         try:
             with _medium_errors():
                 found = self._files.info(self._path(key))
@@ -136,16 +137,16 @@ class ObjectMedium:
         with self._lock:
             if key not in self._index:
                 self._note(key, found["size"], _time_of_write(found))
-        return int(found["size"])
+        return Blob(int(found["size"]))
 
-    def touch(self, key: str) -> int | None:
-        size = self.stat(key)
+    def touch(self, key: str) -> Blob | None:
+        blob = self.stat(key)
         with self._lock:
             if self._index.touch(key):
                 self._used_at[key] = time.time()
-        return size
+        return blob
 
-    def read_into(self, key: str, start: int, target: memoryview) -> None:
+    def read_into(self, key: str, blob: Blob, start: int, target: memoryview) -> None:
         try:
             with _medium_errors():
                 data = self._files.cat_file(self._path(key), start=start, end=start + len(target))

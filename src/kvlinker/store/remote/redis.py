@@ -21,6 +21,7 @@ from kvlinker.store.format.sealing import sealing_of
 from kvlinker.store.redaction import place_of, redacted
 from kvlinker.store.remote.blob_tier import EXCHANGE_SECONDS, BlobTier, missing_library
 from kvlinker.store.remote.medium import (
+    Blob,
     BlobDamaged,
     BlobGone,
     MediumRefused,
@@ -28,6 +29,7 @@ from kvlinker.store.remote.medium import (
     MediumUsage,
     WriteOutcome,
 )
+from kvlinker.store.tiers.base import UNKNOWN_BUDGET
 
 if TYPE_CHECKING:
     from kvlinker.store.format.encryption import Cipher
@@ -45,7 +47,9 @@ prompts; chosen by hand. Redis evicts earlier where its memory is full."""
 _PARTS_PER_COMMAND = 8  # 8 MB take 70 ms at 1 Gbit/s, far less than the limit of an exchange
 _KEYS_PER_COMMAND = 500  # chosen by hand: a round trip for some 50 kB of names
 _TEMPORARY_SECONDS = 60  # from one batch of parts to the next; chosen by hand
+_POLICIES = ("allkeys-lru", "allkeys-lfu", "volatile-lru", "volatile-lfu")
 _SIZE = "size"  # the field with the blob's size, beside its parts' "0", "1", …
+_VERSION = "version"  # that of a random token; chunks of kvlinker 0.1.0 have none
 
 T = TypeVar("T")
 
@@ -73,9 +77,9 @@ class RedisMedium:
         except ModuleNotFoundError as error:
             raise missing_library("redis") from error
         self.place = place_of(url)
-        self.budget_bytes = 0
+        self.budget_bytes = UNKNOWN_BUDGET
         """The ``maxmemory`` when Redis was last asked, or all memory of its machine where none is
-        set; 0 until it has answered."""
+        set."""
         self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
@@ -100,43 +104,44 @@ class RedisMedium:
         memory = self._memory()
         if not self._warned:
             self._warned = True
-            if not memory["maxmemory"]:
+            if not memory:
+                logger.warning(
+                    "Redis %s refuses INFO to this user: its limits and its usage are not known."
+                    " Allow it: ACL SETUSER <user> +info.",
+                    self.place,
+                )
+            elif memory.get("maxmemory") == 0:
                 logger.warning(
                     "Redis %s has no maxmemory: chunks fill its machine's memory. Set maxmemory,"
                     " and maxmemory-policy allkeys-lru.",
                     self.place,
                 )
-            elif memory["maxmemory_policy"] == "noeviction":
+            elif (policy := memory.get("maxmemory_policy", _POLICIES[0])) not in _POLICIES:
                 logger.warning(
-                    "Redis %s has maxmemory-policy noeviction: once it is full, it takes no new"
-                    " chunks. Set allkeys-lru, or volatile-lru where it has others' data.",
+                    "Redis %s has maxmemory-policy %s: once it is full, it takes no new chunks, or"
+                    " evicts by another rule than use. Set allkeys-lru, or volatile-lru where it"
+                    " has others' data.",
                     self.place,
+                    policy,
                 )
         return ()
 
-    def stat(self, key: str) -> int | None:
-        with _medium_errors():
-            return _size(self._redis.hget(self._blobs + key, _SIZE))
+    def stat(self, key: str) -> Blob | None:
+        return self._find(key, used=False)
 
-    def touch(self, key: str) -> int | None:
-        with _medium_errors():
-            pipeline = self._redis.pipeline(transaction=False)
-            pipeline.hget(self._blobs + key, _SIZE)
-            pipeline.expire(self._blobs + key, UNUSED_SECONDS)
-            # a Redis that is read-only refuses to expire, and is read on
-            size, _ = pipeline.execute(raise_on_error=False)
-            if isinstance(size, Exception):
-                raise size
-            return _size(size)
+    def touch(self, key: str) -> Blob | None:
+        return self._find(key, used=True)
 
-    def read_into(self, key: str, start: int, target: memoryview) -> None:
+    def read_into(self, key: str, blob: Blob, start: int, target: memoryview) -> None:
         first, last = start // PART_BYTES, (start + len(target) - 1) // PART_BYTES
         position = 0
         skipped = start - first * PART_BYTES
         for numbers in _batches(range(first, last + 1), _PARTS_PER_COMMAND):
             with _medium_errors():
-                size, *parts = self._redis.hmget(self._blobs + key, [_SIZE, *map(str, numbers)])
-            if size is None:
+                size, version, *parts = self._redis.hmget(
+                    self._blobs + key, [_SIZE, _VERSION, *map(str, numbers)]
+                )
+            if size is None or (version or b"") != blob.version:
                 raise BlobGone
             for number, part in zip(numbers, parts, strict=True):
                 wanted = memoryview(part or b"")[skipped : skipped + len(target) - position]
@@ -149,11 +154,12 @@ class RedisMedium:
             raise BlobDamaged(f"it ends {len(target) - position} bytes too early")
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> WriteOutcome:
-        temporary = self._temporary + secrets.token_hex(16)
+        version = secrets.token_hex(16)
+        temporary = self._temporary + version
         fields = 0
         try:
             with _medium_errors():
-                for batch in _batches(_fields(nbytes, pieces), _PARTS_PER_COMMAND):
+                for batch in _batches(_fields(nbytes, version, pieces), _PARTS_PER_COMMAND):
                     pipeline = self._redis.pipeline()  # a transaction: no part without its end
                     pipeline.hset(temporary, mapping=dict(batch))
                     pipeline.expire(temporary, _TEMPORARY_SECONDS)
@@ -162,8 +168,10 @@ class RedisMedium:
                 if self._redis.hlen(temporary) != fields:
                     raise MediumRefused("it evicted a chunk while the chunk was written")
                 pipeline = self._redis.pipeline()
-                pipeline.rename(temporary, self._blobs + key)
+                # another server's blob stays: it may be being read
+                pipeline.renamenx(temporary, self._blobs + key)
                 pipeline.expire(self._blobs + key, UNUSED_SECONDS)
+                pipeline.unlink(temporary)
                 pipeline.execute()
         except BaseException:
             with suppress(MediumUnavailable, MediumRefused), _medium_errors():
@@ -200,10 +208,18 @@ class RedisMedium:
         """Return the memory that Redis uses and the keys of its database, others' included."""
         memory = self._memory()
         with _medium_errors():
-            return MediumUsage(int(memory["used_memory"]), int(self._redis.dbsize()))
+            return MediumUsage(int(memory.get("used_memory", 0)), int(self._redis.dbsize()))
 
     def audit(self) -> None:
-        """Do nothing: nothing is counted beside the blobs."""
+        """Let blobs expire that never would: kvlinker 0.1.0 wrote such ones."""
+        with _medium_errors():
+            for names in _batches(self._names(self._blobs), _KEYS_PER_COMMAND):
+                pipeline = self._redis.pipeline(transaction=False)
+                for name in names:
+                    pipeline.ttl(name)
+                for name, seconds in zip(names, pipeline.execute(), strict=True):
+                    if seconds == -1:
+                        self._redis.expire(name, UNUSED_SECONDS)
 
     def clear(self) -> None:
         with _medium_errors():
@@ -213,11 +229,30 @@ class RedisMedium:
     def close(self) -> None:
         self._redis.close()
 
-    def _memory(self) -> dict[str, Any]:
-        """Return what Redis says of its memory, and keep its limit as the budget."""
+    def _find(self, key: str, *, used: bool) -> Blob | None:
+        """Return the blob, or None if there is none. Raises BlobDamaged."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hlen(self._blobs + key)
+        pipeline.hmget(self._blobs + key, [_SIZE, _VERSION])
+        if used:
+            pipeline.expire(self._blobs + key, UNUSED_SECONDS)
         with _medium_errors():
-            memory: dict[str, Any] = self._redis.info("memory")
-        self.budget_bytes = int(memory["maxmemory"] or memory.get("total_system_memory", 0))
+            # a Redis that is read-only refuses to expire, and is read on
+            fields, named, *_ = pipeline.execute(raise_on_error=False)
+            for answer in (fields, named):
+                if isinstance(answer, Exception):
+                    raise answer
+        size, version = named
+        return _blob(size, version, fields)
+
+    def _memory(self) -> dict[str, Any]:
+        """Return what Redis says of its memory, nothing where it refuses to, and keep its limit as
+        the budget."""
+        memory: dict[str, Any] = {}
+        with suppress(MediumRefused), _medium_errors():
+            memory = self._redis.info("memory")
+        limit = memory.get("maxmemory") or memory.get("total_system_memory")
+        self.budget_bytes = int(limit or UNKNOWN_BUDGET)
         return memory
 
     def _names(self, prefix: str) -> Iterator[bytes]:
@@ -247,18 +282,24 @@ def _reason(error: Exception) -> str:
     return str(error).rpartition("caused error: ")[2]
 
 
-def _size(value: bytes | None) -> int | None:
-    """Return the size that a blob's hash names; None for no blob. Raises BlobDamaged."""
-    if value is None:
+def _blob(size: bytes | None, version: bytes | None, fields: int) -> Blob | None:
+    """Return the blob of a hash of ``fields`` fields; None for none. Raises BlobDamaged."""
+    if not fields:
         return None
-    if not value.isdigit():
+    if size is None or not size.isdigit():
         raise BlobDamaged("its size is not a number")
-    return int(value)
+    parts = fields - 1 - (version is not None)
+    if parts != -(-int(size) // PART_BYTES):
+        raise BlobDamaged("it has not as many parts as its size says")
+    return Blob(int(size), version or b"")
 
 
-def _fields(nbytes: int, pieces: Iterable[memoryview]) -> Iterator[tuple[str, int | bytes]]:
-    """Yield the fields of a blob's hash: its size, then its parts by number."""
+def _fields(
+    nbytes: int, version: str, pieces: Iterable[memoryview]
+) -> Iterator[tuple[str, int | str | bytes]]:
+    """Yield the fields of a blob's hash: its size and version, then its parts by number."""
     yield _SIZE, nbytes
+    yield _VERSION, version
     for number, part in enumerate(_parts(pieces)):
         yield str(number), part
 

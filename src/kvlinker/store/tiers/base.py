@@ -15,6 +15,9 @@ from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.throttle import Rest, no_rest
 
+UNKNOWN_BUDGET = 1 << 60
+"""The budget, in bytes, of a tier whose limit is not known: more than any medium has."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:

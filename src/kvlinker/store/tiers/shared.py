@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvlinker.base.events import Events
 from kvlinker.store.format.codecs import Codec, find_codec
-from kvlinker.store.tiers.base import Tier
+from kvlinker.store.tiers.base import UNKNOWN_BUDGET, Tier
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 
 if TYPE_CHECKING:
     from kvlinker.store.remote.blob_tier import BlobTier
-
-ANY_BYTES = 1 << 60
-"""More bytes than any Redis has: its budget before it has answered."""
 
 
 @register
@@ -29,8 +26,8 @@ class ConfiguredRedis(ConfiguredTier):
 
     @property
     def budget_bytes(self) -> int:
-        """More than any Redis has: its own limit is known when it is open, and answers."""
-        return 0 if self.setup.settings.redis_url is None else ANY_BYTES
+        """Not known before it is open, and answers."""
+        return 0 if self.setup.settings.redis_url is None else UNKNOWN_BUDGET
 
     @property
     def codec(self) -> Codec:

@@ -356,10 +356,10 @@ def test_rows_leave_room_for_what_chunks_have_at_their_first_place(bench, monkey
     prompt = behind_header(10, 10, 10, 10)
     made.cache(prompt)
     room = made.loaded.kv_bytes(20) / ROW_ROOM
-    monkeypatch.setattr(type(made.store), "largest_budget", room)
+    monkeypatch.setattr(type(made.store), "largest_budget_bytes", room)
     offered(made, prompt.chunks)
     assert places_of(made, prompt) == [[0, 1]] * 4
-    monkeypatch.setattr(type(made.store), "largest_budget", room - 1)
+    monkeypatch.setattr(type(made.store), "largest_budget_bytes", room - 1)
     others = behind_header(10, 10, 10, 10, seed=1)
     made.cache(others)
     offered(made, others.chunks)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
+from unittest import mock
 
 import psycopg
 import pytest
@@ -22,7 +23,6 @@ from kvlinker.base.errors import (
 from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, Limits
 from kvlinker.store.catalog.databases import postgresql
-from kvlinker.store.catalog.databases.postgresql import PostgresDatabase
 from kvlinker.store.catalog.databases.postgresql_tables import (
     POSTGRES_VERSION,
     SCHEMA,
@@ -209,11 +209,24 @@ def test_a_server_that_stops_inside_a_transaction_holds_up_the_others_for_a_whil
         assert other.usage("anna").caches == 1
 
 
-def test_another_version_is_refused(url: str) -> None:
-    Catalog(url).close()
-    harm(url, "UPDATE version SET number = ?", POSTGRES_VERSION + 1)
-    with pytest.raises(StoreError, match="was written by a newer kvlinker"):
+@pytest.mark.parametrize(("step", "age"), [(1, "a newer"), (-1, "an older")])
+def test_another_version_is_refused_and_left_as_it_is(url: str, step: int, age: str) -> None:
+    with closing(Catalog(url)) as catalog:
+        add(catalog, text_record("A dog sleeps."))
+    harm(url, "UPDATE version SET number = ?", POSTGRES_VERSION + step)
+    harm(url, "DROP INDEX texts_by_word")
+
+    def contents() -> list[object]:
+        relations = harm(
+            url, "SELECT relname FROM pg_class WHERE relnamespace = ?::regnamespace", SCHEMA
+        )
+        tables = ("version", "context_caches", "chunks", "texts", "tenants")
+        return [sorted(relations), *(harm(url, f"SELECT * FROM {table}") for table in tables)]
+
+    before = contents()
+    with pytest.raises(StoreError, match=f"was written by {age} kvlinker"):
         Catalog(url)
+    assert contents() == before
 
 
 def test_tables_of_others_are_left_alone(url: str) -> None:
@@ -273,15 +286,19 @@ def test_texts_that_have_more_of_the_words_are_first(catalog: Catalog) -> None:
 
 
 def test_the_beginning_of_any_text_is_searched(catalog: Catalog) -> None:
-    """PostgreSQL takes 1 MiB of words for a text."""
-    characters = iter(range(0x20000, 0x2A6D0))  # letters of four bytes
-    words = " ".join(
-        "".join(chr(next(characters)) for _ in range(2)) for _ in range(SEARCHED_CHARACTERS // 12)
+    """PostgreSQL takes 1 MiB of words for a text, and each hyphenated one as a whole and by its
+    parts."""
+    letters = [chr(0x20000 + number) for number in range(40_000)]  # of four bytes
+    words = [letters[n] + letters[step * n % 40_000] for step in (7, 11) for n in range(33_000)]
+    hyphenated = " ".join(map("-".join, zip(words[::2], words[1::2], strict=True)))
+    assert len(hyphenated) < SEARCHED_CHARACTERS
+    long, hyphens, short = map(
+        text_record,
+        (f"cat {'x1 x2 x3 x4 ' * 30_000} dog", f"cat {hyphenated} dog", "A dog sleeps."),
     )
-    long = text_record(f"cat {words} {'x1 x2 x3 x4 ' * 30_000} dog")
-    add(catalog, long)
-    assert len(search(catalog, "cat")) == 1
-    assert search(catalog, "dog") == ()
+    add(catalog, hyphens, long, short)
+    assert {hit.id for hit in search(catalog, "cat")} == {long.id, hyphens.id}
+    assert [hit.id for hit in search(catalog, "dog")] == [short.id]
 
 
 def test_statements_are_translated() -> None:
@@ -295,27 +312,42 @@ def test_statements_are_translated() -> None:
     )
 
 
-def test_a_query_takes_its_indexes(catalog: Catalog) -> None:
+def plans_of(url: str, catalog: Catalog, ask: Callable[[], object]) -> list[str]:
+    """Return PostgreSQL's plans for what is asked of the catalog, by its statistics of now."""
+    harm(url, "ANALYZE")
+    database = catalog._database
+    with mock.patch.object(database, "query", wraps=database.query) as asked:
+        ask()
+    explained = (
+        database.query(f"EXPLAIN {call.args[0]}", call.args[1]) for call in asked.mock_calls
+    )
+    return ["\n".join(line for (line,) in rows) for rows in explained]
+
+
+def test_a_query_takes_its_indexes(url: str, catalog: Catalog) -> None:
     """Those of every request: by id, and by content."""
-    assert isinstance(catalog._database, PostgresDatabase)
     catalog.add([record(number) for number in range(3000)])
-    harm_url = catalog._database._url
-    with psycopg.connect(harm_url, autocommit=True) as connection:
-        connection.execute(f"SET search_path TO {SCHEMA}")
-        connection.execute("ANALYZE")
-    asked: list[tuple[str, dict[str, object]]] = []
-    query = catalog._database.query
 
-    def listen(statement: str, values: dict[str, object]) -> object:
-        asked.append((statement, values))
-        return query(statement, values)
+    def ask() -> None:
+        catalog.get_many(["cc_1", "cc_2"], "anna", NOW)
+        catalog.implicit.find({"a", "b"}, "anna", "weights", NOW)
 
-    catalog._database.query = listen  # type: ignore[method-assign, assignment]
-    catalog.get_many(["cc_1", "cc_2"], "anna", NOW)
-    catalog.implicit.find({"a", "b"}, "anna", "weights", NOW)
-    for statement, values in asked:
-        plan = [row[0] for row in query(f"EXPLAIN {statement}", values)]
-        assert not any("Seq Scan" in line for line in plan), plan
+    plans = plans_of(url, catalog, ask)
+    assert plans
+    assert all("Seq Scan" not in plan for plan in plans), plans
+
+
+def test_a_small_tenants_search_takes_its_own_texts(url: str, catalog: Catalog) -> None:
+    """Not those of all tenants that have the word."""
+    catalog.add([record(number) for number in range(3000)])
+    harm(
+        url,
+        "INSERT INTO texts (tenant, key, text)"
+        " SELECT CASE WHEN row_number() OVER () <= 20 THEN 'small' ELSE 'big' END, key, 'a cat'"
+        " FROM chunks",
+    )
+    (plan,) = plans_of(url, catalog, lambda: search(catalog, "cat", tenant="small"))
+    assert "texts_by_tenant" in plan
 
 
 def test_no_text_is_an_outage_for_others(catalog: Catalog) -> None:

@@ -51,7 +51,7 @@ class SearchRequest(RequestBody):
 
 
 class SearchHitObject(ResponseBody):
-    """A context cache that was found; ``score`` is BM25's, higher is better."""
+    """A context cache that was found; ``score``: higher is better, within one answer."""
 
     id: str
     score: float
@@ -71,7 +71,7 @@ class SearchHitList(ResponseBody):
 def search_context_caches(
     body: SearchRequest, served: ServedModelParam, tenant: TenantParam
 ) -> SearchHitList:
-    """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
+    """Find context caches by words of their texts: the caller's own, or the shared ones.
 
     Any of the words may match; nothing in the query is syntax. Context caches of other models are
     not found.

@@ -221,7 +221,7 @@ class PlaceBuilder:
     def _row_of(self, begun: Sequence[Chunk], others: Sequence[Chunk]) -> list[Chunk]:
         """Return a row that goes on with others, as many as it takes: by its length, and by what
         the store has room for."""
-        room = self._store.largest_budget * ROW_ROOM
+        room = self._store.largest_budget_bytes * ROW_ROOM
         row = list(begun)
         for chunk in others[: ROW - len(row)]:
             tokens = len(chunk) + sum(map(len, row))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.futures import chain, completed, fall_back, gather
+from kvlinker.base.futures import completed, fall_back, follow_up, gather
 from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
@@ -271,7 +271,7 @@ class PromptLoader:
             return self._store.load([key], Urgency())[0] if there else completed(None)
 
         accepts = partial(self._is_enough, link, chunk)
-        return fall_back(chain(asked, load), build, accepts=accepts)
+        return fall_back(follow_up(asked, load), build, accepts=accepts)
 
     def _build(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None

@@ -33,8 +33,9 @@ class Connection(Protocol):
 
 
 class Texts(Protocol):
-    """Keeps the texts of chunks, each tenant's apart, and finds them by their words: BM25 weighs a
-    word by the number of texts that have it, and must not reveal those of others to a tenant."""
+    """Keeps the texts of chunks, each tenant's apart, and finds them by their words. A rank that
+    weighs a word by the number of texts that have it, as BM25 does, must not reveal those of others
+    to a tenant."""
 
     def insert(self, connection: Connection, tenant: str, chunk_key: str, text: str) -> int:
         """Keep the text of a tenant's chunk, which has none here; return its number."""
