@@ -25,7 +25,7 @@ from kvlinker_lab.contention.disturbances import (
     limit_file,
     paused_processes,
 )
-from kvlinker_lab.contention.systems import LLAMA_CPP, Task
+from kvlinker_lab.contention.systems import LLAMA_CPP, Task, run_llm, seconds_per_token
 from kvlinker_lab.contention.worker import measure
 from kvlinker_lab.contention_benchmark import contention
 from kvlinker_lab.peers.llama_files import llama_file
@@ -138,6 +138,14 @@ def test_llama_cpp_is_measured_on_its_own_file(tmp_path, busy):
     task = replace(TASK, system=LLAMA_CPP, model=str(file), disturbances=("idle", "busy"))
     measured = measure(replace(task, busy=(busy.pid,)))
     assert [list(times) for times in measured.values()] == [["full", "naive", "token"]] * 2
+
+
+def test_kvlinkers_own_engine_needs_no_package_for_vllm(monkeypatch):
+    for module in ("kvlinker_vllm", "kvlinker_vllm.ttft_benchmark"):
+        monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
+    with run_llm(TASK) as (llm, prompt):
+        assert len(prompt.chunks) == TASK.workload[0]
+        assert seconds_per_token(llm.engine, prompt, "naive") > 0
 
 
 @pytest.fixture

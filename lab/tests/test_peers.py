@@ -214,6 +214,7 @@ def test_names_and_environments_are_checked():
         with pytest.raises(InvalidRequestError, match=message):
             parse_pythons([option], {"vllm"})
     assert is_installed(find_peer("transformers"), sys.executable)
+    assert find_peer("kvlinker-vllm").modules == ("vllm", "kvlinker_vllm")
     assert not is_installed(
         replace(find_peer("transformers"), modules=("torch", "no_such_module")), sys.executable
     )

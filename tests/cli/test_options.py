@@ -3,6 +3,7 @@ complaints."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.options import _PANELS, settings_options
 from kvlinker.engines.contract.joining import is_installed
 from kvlinker.quality import bench
 from kvlinker.quality.bench.harness import benchmark
@@ -63,6 +64,13 @@ def test_options_are_shown_by_subject_the_common_ones_first() -> None:
         "Server",
     ]
     assert shown.index("--model ") < shown.index("--port ") < shown.index("--strict ")
+
+
+def test_headings_are_those_above_the_settings() -> None:
+    """``_PANELS`` names the first setting under each heading: another one may have moved there."""
+    source = inspect.getsource(Settings)
+    above = re.findall(r"^    # (.+)\n\n    (\w+):", source, re.MULTILINE)
+    assert {name: heading for heading, name in above} == _PANELS
 
 
 def test_unknown_commands_suggest(subtests: pytest.Subtests) -> None:

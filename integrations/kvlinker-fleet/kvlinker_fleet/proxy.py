@@ -24,7 +24,7 @@ from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinke
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.access import keys_of
 from kvlinker.doors.http.edge.access_log import note_replica, note_route
-from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
+from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json, wait_for_disconnect
 from kvlinker.doors.http.edge.draining import REFUSED_HEADER
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
@@ -181,7 +181,7 @@ class Proxy:
             request.method,
             backend.url + _target(request.scope),
             headers=[
-                *_pass_headers(request.headers.raw, _NOT_SENT | own.keys()),
+                *_select_headers(request.headers.raw, _NOT_SENT | own.keys()),
                 *((name.encode(), value.encode()) for name, value in own.items()),
             ],
             content=body or None,
@@ -235,7 +235,7 @@ async def _answer(
     """Pass on an answer of which ``begun`` was read, and the ``rest`` as it comes, and an error
     event where the replica of a stream is lost half way."""
     headers = [
-        *_pass_headers(answer.headers.raw, _NOT_ANSWERED),
+        *_select_headers(answer.headers.raw, _NOT_ANSWERED),
         (REPLICA_HEADER.encode(), backend.id.encode()),
     ]
     start: Message = {
@@ -256,10 +256,10 @@ async def _answer(
     await send({"type": "http.response.body", "body": last})
 
 
-def _pass_headers(
+def _select_headers(
     headers: Iterable[tuple[bytes, bytes]], left_out: Collection[str]
 ) -> list[tuple[bytes, bytes]]:
-    """Return those headers that are passed on, their names in lower case."""
+    """Return the headers whose names are not in ``left_out``, with names in lower case."""
     return [
         (name.lower(), value)
         for name, value in headers
@@ -320,18 +320,12 @@ def _cancel_on_disconnect(receive: Receive) -> Iterator[None]:
             scope.cancel()
 
     with CancelScope() as scope:
-        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         leaving.add_done_callback(leave)
         try:
             yield
         finally:
             leaving.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _outline(request: Request, body: bytes, tenant: str, *, recognised: bool) -> PromptOutline:

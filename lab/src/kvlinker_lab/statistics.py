@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlinker.quality.libraries import bench_library
-from kvlinker.service.audit.statistics import Interval
+from kvlinker.service.audit.statistics import LEVEL, Interval
 
 CORRELATION_RESAMPLES = 500
 """The resamples of the bootstrap of a correlation. Chosen by hand."""
@@ -72,6 +72,7 @@ def grouped_correlation(
         (np.arange(len(points_of)),),
         correlation_of,
         n_resamples=CORRELATION_RESAMPLES,
+        confidence_level=LEVEL,
         method="percentile",
         vectorized=False,
         rng=np.random.default_rng(seed),

@@ -255,6 +255,18 @@ CASES = [
         response_format={"type": "json_schema"},
     ),
     chat(
+        "text under a schema",
+        "invalid_value",
+        "response_format.schema",
+        response_format={"type": "text", "schema": {"type": "object"}},
+    ),
+    chat(
+        "text under a JSON schema",
+        "invalid_value",
+        "response_format.json_schema",
+        response_format={"type": "text", "json_schema": {"name": "n", "schema": {}}},
+    ),
+    chat(
         "a schema that is none",
         "invalid_type",
         "response_format.json_schema.schema",
@@ -460,6 +472,8 @@ CASES = [
     caches("ttl a word", "invalid_value", "ttl", ttl="soon"),
     caches("ttl of minutes", "invalid_value", "ttl", ttl="10m"),
     caches("ttl -5s", "invalid_value", "ttl", ttl="-5s"),
+    caches("ttl 0.0s", "invalid_value", "ttl", ttl="0.0s"),
+    caches("ttl beyond a century", "invalid_value", "ttl", ttl="3153600001s"),
     caches("ttl a list", "invalid_type", "ttl", ttl=[1]),
     caches("ttl and expires_at", "invalid_value", "expires_at", ttl=5, expires_at=4_000_000_000),
     caches("expires_at past", "invalid_value", "expires_at", expires_at=1_600_000_000),
@@ -510,6 +524,15 @@ CASES = [
     Case("tokenize nothing", "POST", TOKENS, {}, 400, "invalid_value", "text"),
     Case(
         "tokenize two", "POST", TOKENS, {"text": "a", "prompt": "b"}, 400, "invalid_value", "prompt"
+    ),
+    Case(
+        "tokenize a chat with special tokens",
+        "POST",
+        TOKENS,
+        {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+        400,
+        "invalid_value",
+        "add_special_tokens",
     ),
     Case(
         "tokenize several prompts",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from kvlinker.base.types.limits import MAX_BODY_BYTES
+from kvlinker.doors.http.edge import access_log
+from kvlinker.doors.http.edge.guards import Reception
 from tests.doors.http.serving import Served
 from tests.waiting import PATIENCE
 
@@ -64,6 +70,40 @@ def test_an_absolute_target_names_the_host(served: Served) -> None:
     assert answered(served, "http://evil.com/health", "localhost").startswith(b"HTTP/1.1 421 ")
     assert answered(served, "http://localhost/health", "evil.com").startswith(b"HTTP/1.1 200 ")
     assert answered(served, "http://localhost", "localhost").startswith(b"HTTP/1.1 200 ")
+
+
+async def test_an_absolute_target_that_is_not_ascii_is_answered_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Servers that pass such bytes on are other than ours: so the scope is made here."""
+    caplog.set_level(logging.INFO, access_log.logger.name)
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+        await Response(status_code=404)(scope, receive, send)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "raw_path": b"http://h\xf6st/caf\xe9",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "state": {},
+    }
+    await Reception(app)(scope, receive, send)
+    assert (seen[0]["path"], Headers(scope=seen[0])["host"]) == ("/caf\xe9", "h\xf6st")
+    assert sent[0]["status"] == 404
+    assert [record.getMessage().startswith("GET - 404") for record in caplog.records] == [True]
 
 
 FOREIGN_HOSTS = [

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvlinker.doors.http.answers.choices import LEAST_REUSABLE, MOST_KEPT, RecentRequests
+from kvlinker.doors.http.choices import LEAST_REUSABLE, MOST_KEPT, RecentRequests
 from kvlinker.doors.http.fields.server_status import RecentRequest
 from kvlinker.llm import LLM
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
@@ -112,7 +112,7 @@ def answered(reusable: int = 0) -> RecentRequest:
 
 
 def test_the_log_says_it_once_with_the_setting_to_change(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvlinker.doors.http.answers.choices")
+    caplog.set_level(logging.INFO, "kvlinker.doors.http.choices")
     recent = RecentRequests()
     recent.add("one", answered(LEAST_REUSABLE - 1))
     assert not caplog.records

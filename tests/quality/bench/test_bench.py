@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.installing import install_command
 from kvlinker.cli import app
 from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.quality.bench.decode import SAMPLING, run_decode
@@ -78,10 +79,11 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
-def test_ttft_of_vllm_names_its_command():
+def test_ttft_of_vllm_names_its_command_and_how_to_install_it():
     result = CliRunner().invoke(app, ["bench", "ttft", "--engine", "vllm"])
     assert result.exit_code == 2
     assert "kvlinker bench ttft-vllm" in result.stderr
+    assert install_command("vllm") in " ".join(result.stderr.split())
 
 
 def test_transformers_takes_part_only_where_wanted(subject):

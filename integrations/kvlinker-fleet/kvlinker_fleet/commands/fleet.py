@@ -207,8 +207,8 @@ def status(
 ) -> None:
     """List the replicas of a fleet, or of a router's servers."""
     with failures(), Client(url, api_key) as client:
-        status = client.server_status()
-    if "replicas" not in status:
+        answer = client.server_status()
+    if "replicas" not in answer:
         raise fail(f"{url} is a single server", FAILURE)
     table = Table(box=None, pad_edge=False)
     for title in ("replica", "role", "state"):
@@ -216,7 +216,7 @@ def status(
     for title in ("running", "waiting", "chunks", "pid"):
         table.add_column(title, justify="right")
     table.add_column("reason")
-    for replica in status["replicas"]:
+    for replica in answer["replicas"]:
         table.add_row(
             replica["id"],
             replica["role"],

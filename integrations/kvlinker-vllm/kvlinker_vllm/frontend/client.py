@@ -189,7 +189,7 @@ class VLLMClient:
     def sign(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these
         tokens."""
-        return self._signer.params(transfer, tokens) | {KNOWN: self.memory.report_numbers()}
+        return self._signer.params(transfer, tokens) | {KNOWN: self.memory.change_numbers()}
 
     def note(self, outcome: TransferOutcome | None) -> None:
         """Note the report on workers' memory in a transfer's outcome."""

@@ -94,7 +94,7 @@ class KnownMemory:
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[int, frozenset[str]]] = {}
 
-    def report_numbers(self) -> dict[str, int]:
+    def change_numbers(self) -> dict[str, int]:
         """Return the value of ``KNOWN`` in requests."""
         with self._lock:
             return {run: number for run, (number, _) in self._runs.items()}

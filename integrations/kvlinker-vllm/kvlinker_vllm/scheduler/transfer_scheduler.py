@@ -152,9 +152,9 @@ class TransferScheduler:
     ) -> None:
         """Accept a request for a prompt of these tokens.
 
-        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not
-        valid, or the request has no salt: its KV would be taken for that of the plain tokens. It is
-        given up if a chunk is gone already; one that goes later is the workers' to notice.
+        vLLM computes the request alone if its transfer plan is not valid, or if the request has no
+        salt: prompts of the same plain tokens would find its KV. It computes the request in full if
+        a chunk of the plan is gone. The workers notice a chunk that goes later.
         """
         try:
             plan = self._signer.verify(params, tokens)

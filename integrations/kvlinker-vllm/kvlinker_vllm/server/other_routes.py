@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.errors import PermissionDeniedError
-from kvlinker.doors.http.edge.access import Caller
+from kvlinker.doors.http.edge.access import caller_of
 from kvlinker.doors.http.edge.errors import error_response
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.settings import Settings
@@ -45,8 +45,7 @@ class OtherRoutes(BaseRoute):
         return (Match.FULL if found else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller: Caller = scope["state"]["caller"]
-        if not caller.admin:
+        if not caller_of(scope).admin:
             return await error_response(_ADMINS_ONLY, scope)(scope, receive, send)
         loop = asyncio.get_running_loop()
         # its own dictionary: two applications note in it what they make of the request

@@ -5,14 +5,24 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.doors.http.serving import tiny_model
+from typer.testing import CliRunner
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.quality.bench.harness.measurement import Workload
 from kvlinker.quality.bench.harness.subject import MeasuredModel
 from kvlinker.settings import load_settings
 from kvlinker_vllm.ttft_benchmark import AGAIN, COLUMNS, REORDERED, run_vllm_ttft
 from vllm_tests.conftest import HEAD_DIM
+
+
+def test_the_command_comes_by_its_entry_point():
+    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"})
+    assert "ttft-vllm" in shown.output
+    asked = CliRunner().invoke(app, ["bench", "ttft-vllm", "--chunks", "several"])
+    assert asked.exit_code == 2
+    assert "'several' is not a list of whole numbers" in asked.stderr
 
 
 @pytest.mark.whole

@@ -105,7 +105,6 @@ def _kvlinker(task: Task) -> Iterator[System]:
 def run_llm(task: Task) -> Iterator[tuple[LLM, Prompt]]:
     """Run one of kvlinker's engines; return a prompt, too, whose chunks are cached."""
     from kvlinker.settings import load_settings
-    from kvlinker_vllm.ttft_benchmark import running_vllm
 
     settings = load_settings(
         **({} if task.model is None else {"model": task.model}),
@@ -115,11 +114,13 @@ def run_llm(task: Task) -> Iterator[tuple[LLM, Prompt]]:
     workload = Workload(*task.workload)
     prompt = workload.prompt(subject.loaded.vocabulary)
     room = 2 * (workload.tokens + TOKENS)
-    with (
-        running_vllm(subject, settings, room)
-        if task.system == IN_VLLM
-        else subject.llm(kv_slots=room)
-    ) as llm:
+    if task.system == IN_VLLM:
+        from kvlinker_vllm.ttft_benchmark import running_vllm
+
+        running = running_vllm(subject, settings, room)
+    else:
+        running = subject.llm(kv_slots=room)
+    with running as llm:
         cache_chunks(llm.engine, prompt)
         yield llm, prompt
 

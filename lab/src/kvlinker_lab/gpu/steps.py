@@ -30,6 +30,9 @@ POLICIES = "full,naive,legolink-16,query-5-sensitive"
 CHUNK_TOKENS = "512"
 """The tokens of a chunk, as the benchmarks have them by default."""
 
+IN_VLLM = ("vllm", "kvlinker_vllm")
+"""The modules without which kvlinker does not run in vLLM."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -42,8 +45,8 @@ class Step:
     seconds: float
     """The longest that it may take."""
 
-    needs: str | None = None
-    """The package without which it is left out."""
+    needs: Sequence[str] = ()
+    """The modules without any of which it is left out."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,9 +76,9 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
     interpreted = {"TRITON_INTERPRET": "1"} if tiny else {}
     blended = sizes["chunks"], sizes.get("chunk-tokens", CHUNK_TOKENS)
     return [
-        Step("kernels", _module("kernels"), 120, "triton", interpreted),
+        Step("kernels", _module("kernels"), 120, ("triton",), interpreted),
         Step("exactness", _module("exactness", "embedded"), 60),
-        Step("exactness in vLLM", _module("exactness", "vllm"), 180, "vllm"),
+        Step("exactness in vLLM", _module("exactness", "vllm"), 180, IN_VLLM),
         Step("ttft", (*bench, "ttft", *common, *policies, *once, "--json"), 480),
         Step("decode", (*bench, "decode", *common, *batches, *once, "--json"), 240),
         Step("load", (*LAB, "load", *common, *policies, *load, "--json"), 300),
@@ -83,15 +86,15 @@ def first_hour(shape: str, *, tiny: bool) -> list[Step]:
             "ttft in vLLM",
             (*bench, "ttft-vllm", *common, *policies, *once, "--json"),
             480,
-            "vllm",
+            IN_VLLM,
         ),
         Step(
             "load in vLLM",
             (*LAB, "load", *common, *policies, *load, "--engine", "vllm", "--json"),
             300,
-            "vllm",
+            IN_VLLM,
         ),
-        Step("blending in LMCache", _module("lmcache", shape, *blended), 240, "lmcache"),
+        Step("blending in LMCache", _module("lmcache", shape, *blended), 240, ("lmcache",)),
     ]
 
 
@@ -106,8 +109,9 @@ def run(steps: Sequence[Step], folder: Path, seconds: float) -> Iterator[Outcome
     end = time.monotonic() + seconds
     for number, step in enumerate(steps, 1):
         left = min(step.seconds, end - time.monotonic())
-        if step.needs is not None and find_spec(step.needs) is None:
-            yield Outcome(step.name, "left out", message=f"{step.needs} is not installed")
+        missing = [module for module in step.needs if find_spec(module) is None]
+        if missing:
+            yield Outcome(step.name, "left out", message=f"{missing[0]} is not installed")
         elif left < SHORTEST:
             yield Outcome(step.name, "left out", message="no time was left")
         else:

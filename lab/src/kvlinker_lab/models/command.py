@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +10,7 @@ import typer
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.cli.console import BAD_USAGE, failures, progress_display
+from kvlinker.engines.contract.joining import is_installed
 
 if TYPE_CHECKING:
     from kvlinker_lab.models.verdicts import Verdict
@@ -86,12 +86,12 @@ def linked_kinds(page: Path) -> Sequence[str]:
 
 
 def in_vllm(kinds: Sequence[str], results: Path | None, seconds: float) -> Iterator[Verdict]:
-    """Try classes in vLLM. Raises InvalidRequestError where it is not installed."""
+    """Try classes in vLLM. Raises InvalidRequestError where kvlinker-vllm is not installed."""
     from kvlinker_lab.models.vllm_verdicts import VerdictsFile, verdicts_in_vllm
 
-    if find_spec("vllm") is None:
+    if not is_installed("vllm"):
         raise InvalidRequestError(
-            "vLLM is not installed here: run this in its own environment, as"
+            "kvlinker-vllm is not installed here: run this in vLLM's own environment, as"
             " .venv-vllm/bin/kvlinker-lab."
         )
     return verdicts_in_vllm(kinds, VerdictsFile(results), seconds=seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -112,4 +113,9 @@ for _weights in ("int8", "int4"):
             f"kvlinker-{_weights}", partial(start_kvlinker, engine="embedded", weights=_weights)
         )
     )
-register(PeerKind("kvlinker-vllm", partial(start_kvlinker, engine="vllm"), **VLLM))
+register(
+    replace(
+        PeerKind("kvlinker-vllm", partial(start_kvlinker, engine="vllm"), **VLLM),
+        modules=("vllm", "kvlinker_vllm"),
+    )
+)

@@ -50,10 +50,10 @@ def run_soak(
     disk_space: str,
     on_row: Callable[[Row], None] = lambda _: None,
 ) -> SoakResult:
-    """Soak a server of this machine, whose only clients are these. ``on_row`` gets each row at
-    once. ``disk_space`` is the server's setting, for the check of its state directory.
+    """Soak a server of this machine, which has no other clients. ``on_row`` gets each row at once.
+    ``disk_space`` is the server's setting, for the check of its state directory.
 
-    Raises ServerFailedError where it does not answer.
+    Raises ServerFailedError where the server does not answer.
     """
     endpoint = Endpoint.find(server.url)
     characters = endpoint.characters_per_token()
@@ -150,7 +150,7 @@ class _Soak:
         return self.transport.refused + self.clients.tally.refused
 
     async def _restart_until(self, over: asyncio.Event) -> None:
-        """Restart the server every so often."""
+        """Restart the server every ``plan.restart_every`` seconds, until ``over``."""
         while self.plan.restart_every and not over.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), self.plan.restart_every)
@@ -159,7 +159,7 @@ class _Soak:
                     self.statuses.append(await asyncio.to_thread(self.server.restart))
 
     async def _sample_forever(self) -> None:
-        """Add a row every so often."""
+        """Add a row every ``plan.every`` seconds."""
         clock = asyncio.get_running_loop().time
         begin = clock()
         while True:
@@ -205,8 +205,8 @@ class _Soak:
         return figures
 
     async def _wait_for_check(self, check: Callable[[], Any]) -> ReportCheck:
-        """Return a check once it passes, for writers and deletions may be under way, or
-        ``QUIET_SECONDS`` are over."""
+        """Return a check once it passes, or once ``QUIET_SECONDS`` are over: writers and deletions
+        may be under way."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + QUIET_SECONDS
         while True:

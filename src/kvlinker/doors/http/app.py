@@ -28,7 +28,7 @@ from kvlinker.doors.http import (
     tokenize,
 )
 from kvlinker.doors.http.answers import chat, completions
-from kvlinker.doors.http.answers.choices import Tracing
+from kvlinker.doors.http.choices import Tracing
 from kvlinker.doors.http.edge.access import OPEN_PATHS
 from kvlinker.doors.http.edge.bodies import prompt_body_bytes
 from kvlinker.doors.http.edge.draining import PROBES, Drain

@@ -24,7 +24,7 @@ from kvlinker.base.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
 )
-from kvlinker.doors.http.answers.choices import RecentRequests, Tracing
+from kvlinker.doors.http.choices import RecentRequests, Tracing
 from kvlinker.doors.http.edge.access import Caller, CallerParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.draining import Drain
@@ -175,8 +175,7 @@ def served_by(scope: Scope) -> ServedModel:
 
 
 async def _service(request: Request) -> ServedModel:
-    served: ServedModel = request.scope["app"].state.served
-    return served
+    return served_by(request.scope)
 
 
 ServedModelParam = Annotated[ServedModel, Depends(_service)]

@@ -15,6 +15,7 @@ import numpy as np
 import typer
 
 from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.installing import install_command
 from kvlinker.base.profiling import Profile
 from kvlinker.base.threads import in_own_thread
 from kvlinker.linking import parse_policy
@@ -137,7 +138,7 @@ def ttft(
     if setup.settings.engine == "vllm":
         raise InvalidRequestError(
             "kvlinker bench ttft measures the embedded engine. Run kvlinker bench ttft-vllm, which"
-            " compares vLLM with it.",
+            f" compares vLLM with it. {install_command('vllm')} installs that command.",
             param="engine",
         )
     workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]

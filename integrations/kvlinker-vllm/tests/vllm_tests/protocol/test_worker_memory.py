@@ -26,7 +26,7 @@ def test_who_gets_the_last_report_knows_everything(
         for changes, fate in steps:
             for key, rank, came in changes:
                 memory.note(*([[(key, rank)], []] if came else [[], [(key, rank)]]))
-            report = memory.changes(front.report_numbers())
+            report = memory.changes(front.change_numbers())
             if fate == "late":
                 late.append(report)
             elif fate == "told":
@@ -40,9 +40,9 @@ def test_who_gets_the_last_report_knows_everything(
 def test_little_is_told_where_much_is_known() -> None:
     memory, front = WorkerMemory(workers=1), KnownMemory()
     memory.note([(f"{n}", 0) for n in range(1000)], [])
-    front.note(memory.changes(front.report_numbers()))
+    front.note(memory.changes(front.change_numbers()))
     memory.note([("new", 0)], [("7", 0)])
-    report = memory.changes(front.report_numbers())
+    report = memory.changes(front.change_numbers())
     assert (report.whole, report.held, report.gone) == (False, ("new",), ("7",))
 
 
@@ -62,5 +62,5 @@ def test_several_runs_are_known_at_once() -> None:
     for number in range(2):
         memory = WorkerMemory(workers=1)
         memory.note([(f"{number}", 0)], [])
-        front.note(memory.changes(front.report_numbers()))
+        front.note(memory.changes(front.change_numbers()))
     assert front.keys() == {"0", "1"}

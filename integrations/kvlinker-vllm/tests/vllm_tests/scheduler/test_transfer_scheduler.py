@@ -343,7 +343,7 @@ def test_outcomes_tell_what_is_in_memory_beyond_what_is_known():
     front = KnownMemory()
 
     def told():
-        params = SIGNER.params(transfer, [0] * 34) | {KNOWN: front.report_numbers()}
+        params = SIGNER.params(transfer, [0] * 34) | {KNOWN: front.change_numbers()}
         made.scheduler.admit("r", params, [0] * 34, salt="salt")
         outcome = outcome_of(made.scheduler.finish("r"))
         assert outcome is not None

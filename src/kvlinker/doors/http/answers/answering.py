@@ -23,8 +23,9 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.types.answers import Delta, Timing, Usage
-from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
+from kvlinker.doors.http.choices import ChoiceOutput, Choices
+from kvlinker.doors.http.edge.access import caller_of
 from kvlinker.doors.http.edge.access_log import is_noted, note_link, note_tokens
 from kvlinker.doors.http.edge.errors import (
     IGNORED_HEADER,
@@ -267,7 +268,7 @@ def note_answer(scope: Scope, choices: Choices, finished: Sequence[Finished]) ->
     uncomputed = max(0, sum(len(read.prompt) for read in reads) - usage.prompt_tokens)
     begun = [end for end in finished if end.usage.output_tokens or end.reason != "cancelled"]
     ttft = min((end.timing.ttft for end in begun), default=None)
-    tenant: str = scope["state"]["caller"].tenant
+    tenant = caller_of(scope).tenant
     decoded = sum(end.timing.decode for end in begun)
     behind_first = usage.completion_tokens - len(begun)
     answered = RecentRequest(

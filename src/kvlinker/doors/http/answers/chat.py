@@ -22,7 +22,6 @@ from kvlinker.doors.http.answers.answering import (
     completion_responses,
     respond,
 )
-from kvlinker.doors.http.answers.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.logprobs import (
     ChatLogprob,
@@ -30,9 +29,10 @@ from kvlinker.doors.http.answers.logprobs import (
     logprob_bodies,
     prompt_logprobs_body,
 )
+from kvlinker.doors.http.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
-from kvlinker.doors.http.edge.errors import blame, note_ignored
+from kvlinker.doors.http.edge.errors import blaming, note_ignored
 from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import (
@@ -275,7 +275,7 @@ async def create_chat_completion(
         note_ignored(request.scope, ignored)
     request_tools = body.request_tools(served.llm)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    try:
+    with blaming("messages", length=length):
         return await respond(
             served,
             request,
@@ -284,9 +284,6 @@ async def create_chat_completion(
             n=body.choices,
             stream=bool(body.stream),
         )
-    except InvalidRequestError as error:
-        blame(error, "messages", length=length)
-        raise
 
 
 class ChatAnswer(CompletionAnswer):

@@ -55,15 +55,18 @@ OPERATOR = Caller(DEFAULT_TENANT, admin=True)
 on the server's own machine."""
 
 
-async def _caller(request: Request) -> Caller:
-    """Return the caller that ``Access`` found."""
-    caller: Caller = request.scope["state"]["caller"]
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of a request, which ``Access`` found."""
+    caller: Caller = scope["state"]["caller"]
     return caller
 
 
+async def _caller(request: Request) -> Caller:
+    return caller_of(request.scope)
+
+
 async def _tenant(request: Request) -> str:
-    tenant: str = request.scope["state"]["caller"].tenant
-    return tenant
+    return caller_of(request.scope).tenant
 
 
 CallerParam = Annotated[Caller, Depends(_caller)]

@@ -1,6 +1,6 @@
 """Bodies of requests: those that are too large or come too slowly are refused, in any server,
 compressed ones are expanded, and long ones are parsed outside the event loop, so that no other
-request waits for them.
+request waits for them. Behind a body, a client that leaves.
 
 Python's JSON parser holds the interpreter's lock until it is done, in any thread: so the values in
 a body are counted first, piece by piece, and a body with far too many is refused without being
@@ -14,9 +14,9 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -25,6 +25,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
@@ -55,6 +56,8 @@ LONG_BODY_BYTES = 16 * 2**10
 """The length of a body from which on it is read in a thread."""
 
 _PIECE_BYTES = 2**16
+
+T = TypeVar("T")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -95,6 +98,29 @@ def limit_body(receive: Receive, headers: Headers, *, most: int, seconds: float)
         return message
 
     return receive_limited
+
+
+async def cancel_on_disconnect(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of ``work``, for which no thread waits, while the client is there; the
+    request's body must have been read. Cancels it as soon as the client is gone, and raises
+    ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(wait_for_disconnect(receive))
+    try:
+        either: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client is gone; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def too_large(most: int) -> HTTPException:

@@ -245,12 +245,12 @@ def blame(error: BaseException, field: str, *, length: str = "max_tokens") -> No
 
 
 @contextmanager
-def blaming(field: str) -> Iterator[None]:
-    """``blame`` the field in the errors of the block."""
+def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
+    """``blame`` the field, or ``length``, in the errors of the block."""
     try:
         yield
     except InvalidRequestError as error:
-        blame(error, field)
+        blame(error, field, length=length)
         raise
 
 

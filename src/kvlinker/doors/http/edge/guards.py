@@ -152,8 +152,8 @@ def _read_absolute_target(scope: Scope) -> None:
     """Set the path, and the host that counts instead of the header's."""
     authority, slash, path = scope["raw_path"].partition(b"://")[2].partition(b"/")
     scope["raw_path"] = slash + path or b"/"
-    scope["path"] = unquote(scope["raw_path"].decode("ascii"))
-    MutableHeaders(scope=scope)["host"] = authority.decode("ascii")
+    scope["path"] = unquote(scope["raw_path"].decode("latin-1"))
+    MutableHeaders(scope=scope)["host"] = authority.decode("latin-1")
 
 
 async def _refuse_two_lengths(scope: Scope, receive: Receive, send: Send) -> None:

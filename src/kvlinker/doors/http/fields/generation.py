@@ -7,7 +7,8 @@ wishes: clients send them to any model, and those without effect are named in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from pydantic import (
@@ -288,7 +289,7 @@ _Thinking = Annotated[
 class ReasoningEffect(NamedTuple):
     """The effect of a request's fields with one model."""
 
-    variables: dict[str, Any]
+    variables: Mapping[str, Any]
     """The variables that they set in the chat template."""
 
     limit: int | None
@@ -298,7 +299,7 @@ class ReasoningEffect(NamedTuple):
     """The paths of those that have no effect."""
 
 
-NO_EFFECT = ReasoningEffect({}, None, ())
+NO_EFFECT = ReasoningEffect(MappingProxyType({}), None, ())
 
 
 class ReasoningFields(RequestBody):

@@ -13,18 +13,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import Delta
+from kvlinker.doors.http.edge.bodies import wait_for_disconnect
 from kvlinker.doors.http.edge.errors import blame
 from kvlinker.doors.http.fields.server_status import RecentRequest, RunningRequest
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
@@ -188,29 +188,6 @@ class Choices:
             self._inbox.put(take, index, event)
 
         return sink
-
-
-async def cancel_on_disconnect(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of ``work``, for which no thread waits, while the client is there; the
-    request's body must have been read. Cancels it as soon as the client is gone, and raises
-    ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(wait_for_disconnect(receive))
-    try:
-        either: set[asyncio.Future[Any]] = {working, leaving}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        leaving.cancel()
-        working.cancel()
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client is gone; the request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class RecentRequests:
