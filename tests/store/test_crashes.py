@@ -182,8 +182,10 @@ def everything_is_whole(folder: Path, redis: RedisServer) -> None:
         decode_chunk(BufferSource(np.fromfile(path, dtype=np.uint8)), path.stem)
     for name in redis.client.keys("kvlinker:chunk:*"):
         blob = redis.client.hgetall(name)
-        parts = b"".join(blob[str(number).encode()] for number in range(len(blob) - 1))
-        assert len(parts) == int(blob[b"size"])
+        size = int(blob.pop(b"size"))
+        assert blob.pop(b"version")
+        parts = b"".join(blob[str(number).encode()] for number in range(len(blob)))
+        assert len(parts) == size
         decode_chunk(
             BufferSource(np.frombuffer(bytearray(parts), dtype=np.uint8)),
             name.decode().rpartition(":")[2],
