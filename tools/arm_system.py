@@ -1,0 +1,56 @@
+"""Have the wheel for ARM answer where there is no such machine: ``python -m tools.arm_system
+FOLDER`` lays Debian's system for ARM there, with Python, the wheel in ``dist/`` and all that it
+needs. ``command_of`` is the command that runs Python in it, by an emulator.
+
+It needs mmdebstrap and qemu-user. Nothing for ARM runs while the system is made: Debian's packages
+are unpacked, and pip takes wheels alone. Three gigabytes are downloaded, most of them CUDA's, which
+PyTorch's wheels for ARM need to be loaded.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.image import ROOT, SLIM, suite
+
+LIBRARIES = ("libstdc++6", "python3")
+"""Debian's packages that Python and the wheels need."""
+
+PACKAGES = "opt/kvlinker"
+"""The folder of the wheels, in the system."""
+
+EMULATOR = ["qemu-aarch64", "-cpu", "max"]
+
+GLIBCS = range(36, 4, -1)
+"""The C libraries, 2.5 to 2.36, whose wheels Debian 12 can load: to pip, no platform includes those
+of older ones."""
+
+
+def lay_system(folder: Path) -> None:
+    """Unpack Debian's packages. Raises CalledProcessError."""
+    system = ["--variant=extract", "--architectures=arm64", f"--include={','.join(LIBRARIES)}"]
+    subprocess.run(["mmdebstrap", *SLIM, *system, suite(), str(folder)], check=True)
+
+
+def install(folder: Path) -> None:
+    """Install the wheel, in the versions that the tests ran with. Raises CalledProcessError."""
+    (wheel,) = (ROOT / "dist").glob("kvlinker-*_aarch64.whl")
+    python = next(folder.glob("usr/lib/python3.*")).name.removeprefix("python")
+    target = ["--target", str(folder / PACKAGES), "--python-version", python]
+    target += [f"--platform=manylinux_2_{each}_aarch64" for each in GLIBCS]
+    pinned = ["--constraint", str(ROOT / "requirements.txt")]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile"]
+    command += ["--only-binary", ":all:", *target, *pinned, str(wheel)]
+    subprocess.run(command, check=True)
+
+
+def command_of(folder: Path, *arguments: str) -> list[str]:
+    """Return what runs Python in the system."""
+    return [*EMULATOR, "-L", str(folder), str(folder / "usr" / "bin" / "python3"), *arguments]
+
+
+if __name__ == "__main__":
+    lay_system(Path(sys.argv[1]))
+    install(Path(sys.argv[1]))
