@@ -23,9 +23,12 @@ PACKAGES = "opt/kvlinker"
 
 EMULATOR = ["qemu-aarch64", "-cpu", "max"]
 
-GLIBCS = range(36, 4, -1)
-"""The C libraries, 2.5 to 2.36, whose wheels Debian 12 can load: to pip, no platform includes those
-of older ones."""
+
+def platforms(machine: str) -> list[str]:
+    """Return pip's options for all wheels that Debian 12 can load, whose C library is 2.36: to pip,
+    no platform includes those of older libraries, or one under its older name."""
+    names = [f"manylinux_2_{glibc}" for glibc in range(36, 4, -1)]
+    return [f"--platform={name}_{machine}" for name in (*names, "manylinux2014")]
 
 
 def lay_system(folder: Path) -> None:
@@ -39,7 +42,7 @@ def install(folder: Path) -> None:
     (wheel,) = (ROOT / "dist").glob("kvlinker-*_aarch64.whl")
     python = next(folder.glob("usr/lib/python3.*")).name.removeprefix("python")
     target = ["--target", str(folder / PACKAGES), "--python-version", python]
-    target += [f"--platform=manylinux_2_{each}_aarch64" for each in GLIBCS]
+    target += platforms("aarch64")
     pinned = ["--constraint", str(ROOT / "requirements.txt")]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile"]
     command += ["--only-binary", ":all:", *target, *pinned, str(wheel)]
