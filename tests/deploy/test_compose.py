@@ -29,7 +29,8 @@ pytestmark = pytest.mark.whole
 
 VARIABLES = {"KVLINKER_API_KEYS": "none", "KVLINKER_ADMIN_KEYS": "admin", "POSTGRES_PASSWORD": "p"}
 """What the user has to set."""
-START_SECONDS = 300.0
+START_SECONDS = 600.0
+"""What the image's health check gives a server."""
 SERVICES: dict[str, Any] = {
     name: service
     for name, service in documents_of("compose.yaml")[0]["services"].items()
@@ -79,11 +80,10 @@ class Composition:
         program, *default = entry_point()
         arguments = [self._here(word) for word in service.get("command", default)]
         home = self._folder / name
-        home.mkdir()
         given = {
             variable: value.replace(HOME, str(home))
             for variable, value in environment().items()
-            if variable not in ("PATH", "PYTHONPYCACHEPREFIX")
+            if variable.startswith("KVLINKER_")
         }
         given |= {variable: self._here(value) for variable, value in service["environment"].items()}
         given |= {"KVLINKER_HOST": "127.0.0.1", "KVLINKER_PORT": str(self.ports[name])}
