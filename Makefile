@@ -105,8 +105,7 @@ dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu
 	$(if $(filter aarch64,$(MACHINES)),KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing")
 	$(TOOLS_VENV)/bin/python tools/provenance.py dist $(addsuffix -linux-gnu-g++,$(MACHINES))
 
-# The wheel for ARM of `make dist`, in Debian's system for ARM, which an emulator runs: as root. 3 GB are downloaded, and the
-# system takes SIZE.
+# The wheel for ARM of `make dist`, in Debian's system for ARM, which an emulator runs. 3 GB are downloaded, and 5 are kept.
 test-arm: $(ARM_INSTALLED)
 	KVLINKER_ARM=$(CURDIR)/$(ARM) $(VENV)/bin/python -m pytest tests/deploy/test_arm.py
 

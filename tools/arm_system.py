@@ -21,7 +21,7 @@ LIBRARIES = ("libstdc++6", "python3")
 PACKAGES = "opt/kvlinker"
 """The folder of the wheels, in the system."""
 
-EMULATOR = ["qemu-aarch64", "-cpu", "max"]
+EMULATOR = ["qemu-aarch64", "-cpu", "max,sve=off"]
 
 
 def platforms(machine: str) -> list[str]:
