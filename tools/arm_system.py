@@ -22,6 +22,23 @@ PACKAGES = "opt/kvlinker"
 """The folder of the wheels, in the system."""
 
 EMULATOR = ["qemu-aarch64", "-cpu", "max,sve=off"]
+"""With the emulator's SVE, PyTorch's libraries end with a segmentation fault."""
+
+PROCESSOR = {
+    "proc/cpuinfo": """processor\t: 0
+BogoMIPS\t: 50.00
+Features\t: fp asimd atomics fphp asimdhp asimddp bf16
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: 0xd0c
+CPU revision\t: 1
+
+""",
+    "sys/devices/system/cpu/cpu0/regs/identification/midr_el1": "0x00000000410fd0c1\n",
+}
+"""What the kernel of a machine for ARM says of its processor, a Neoverse N1: the emulator takes the
+system's files before this machine's."""
 
 
 def platforms(machine: str) -> list[str]:
@@ -32,9 +49,13 @@ def platforms(machine: str) -> list[str]:
 
 
 def lay_system(folder: Path) -> None:
-    """Unpack Debian's packages. Raises CalledProcessError."""
+    """Unpack Debian's packages, and describe a processor. Raises CalledProcessError."""
     system = ["--variant=extract", "--architectures=arm64", f"--include={','.join(LIBRARIES)}"]
     subprocess.run(["mmdebstrap", *SLIM, *system, suite(), str(folder)], check=True)
+    for name, text in PROCESSOR.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
 
 
 def install(folder: Path) -> None:
