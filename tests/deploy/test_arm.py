@@ -43,7 +43,7 @@ def test_the_kernels_are_right_and_the_readmes_program_is_answered(
     system: Path, tmp_path: Path
 ) -> None:
     program, printed = README_LIBRARY
-    variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "GOMP_SPINCOUNT": "1000"}
     said = subprocess.run(
         command_of(system, "-c", CHECKS + program),
         env=variables | {"PYTHONPATH": str(system / PACKAGES)},
