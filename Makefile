@@ -12,6 +12,8 @@ FRAMEWORKS := integrations/langchain-kvlinker integrations/llama-index-llms-kvli
 AGENTS_VENV := .venv-agents
 AGENTS_INSTALLED := $(AGENTS_VENV)/.installed
 AIDER_VENV := .venv-agents-aider
+ARM := .arm
+ARM_INSTALLED := $(ARM)/.installed
 MODELS := .models
 # Three test processes for two processors: tests wait for servers, files and one another for a third
 # of the time. Each imports the files that it runs, and no others.
@@ -26,7 +28,7 @@ REST := -m "matrix or whole or examples" --hypothesis-profile all --shard $(SHAR
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
-.PHONY: models serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations test-agents pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64 ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++
+.PHONY: models serve serve-fleet test coverage test-all test-rest test-fast lint docs dist durations serve-vllm test-vllm test-vllm-smoke test-integrations test-agents test-arm pictures clean redis-server chromium firefox-esr postgresql qemu-aarch64 mmdebstrap ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -103,6 +105,15 @@ dist: $(TOOLS_INSTALLED) $(INSTALLED) ccache qemu-aarch64 $(addsuffix -linux-gnu
 	$(if $(filter aarch64,$(MACHINES)),KVLINKER_LIBRARIES=$(CURDIR)/build/native/aarch64 $(VENV)/bin/python -m pytest -q tests/engines/embedded/test_emulated.py -k "norms or products or placing")
 	$(TOOLS_VENV)/bin/python tools/provenance.py dist $(addsuffix -linux-gnu-g++,$(MACHINES))
 
+# The wheel for ARM of `make dist`, in Debian's system for ARM, which an emulator runs. 3 GB are downloaded, and 5 are kept.
+test-arm: $(ARM_INSTALLED)
+	KVLINKER_ARM=$(CURDIR)/$(ARM) $(VENV)/bin/python -m pytest tests/deploy/test_arm.py
+
+$(ARM_INSTALLED): $(wildcard dist/*_aarch64.whl) | $(INSTALLED) qemu-aarch64 mmdebstrap
+	rm -rf $(ARM)
+	$(VENV)/bin/python -m tools.arm_system $(ARM)
+	touch $@
+
 $(TOOLS_INSTALLED): requirements-tools.txt
 	$(PYTHON) -m venv $(TOOLS_VENV)
 	$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-tools.txt
@@ -165,7 +176,7 @@ $(AGENTS_INSTALLED): $(wildcard integrations/agents/requirements*.txt integratio
 	touch $@
 
 # Tests start servers of their own, and browsers; without these programs they are skipped.
-redis-server chromium firefox-esr postgresql qemu-aarch64 ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++:
+redis-server chromium firefox-esr postgresql qemu-aarch64 mmdebstrap ccache x86_64-linux-gnu-g++ aarch64-linux-gnu-g++:
 	@{ command -v $@ $(ELSEWHERE); } >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
 		&& echo "Installing $@ …" && apt-get update -qq \
 		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(or $(PACKAGES),$@ $(FONTS)) >/dev/null; } \
@@ -184,5 +195,5 @@ pictures: $(INSTALLED) chromium
 	KVLINKER_PICTURES=1 $(VENV)/bin/python -m pytest tests/doors/page/test_pictures.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) $(AGENTS_VENV) $(AIDER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) $(AGENTS_VENV) $(AIDER_VENV) $(ARM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	rm -rf build dist site docs/reference htmlcov .coverage*

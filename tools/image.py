@@ -51,6 +51,11 @@ def instructions() -> list[tuple[str, str]]:
     ]
 
 
+def suite() -> str:
+    """Return the name of the release of Debian that the image starts from."""
+    return dict(instructions())["FROM"].partition(":")[2].removesuffix("-slim")
+
+
 def environment() -> dict[str, str]:
     """Return the variables that the image sets."""
     words = (each for word, rest in instructions() if word == "ENV" for each in shlex.split(rest))
@@ -123,8 +128,7 @@ def main(folder: Path) -> None:
     variables: dict[str, str] = {}
     for word, rest in instructions():
         if word == "FROM":
-            suite = rest.partition(":")[2].removesuffix("-slim")
-            subprocess.run(["mmdebstrap", *SLIM, suite, str(folder)], check=True)
+            subprocess.run(["mmdebstrap", *SLIM, suite(), str(folder)], check=True)
         elif word == "ARG":
             name, _, default = rest.partition("=")
             variables[name] = os.environ.get(name, default)

@@ -1,5 +1,5 @@
-"""Every extra can be installed, alone and beside vLLM. Only metadata is fetched: nothing is
-installed."""
+"""Every extra can be installed, alone and beside vLLM; each Python has wheels of what they need.
+Only metadata is fetched: nothing is installed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tools.arm_system import platforms
 
 ROOT = Path(__file__).parents[2]
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PACKAGES = sorted((ROOT / "integrations").glob("kvlinker-*"))
 """The packages of this repository that extras bring: no index has them before a release."""
 SECONDS = 90
@@ -23,8 +23,13 @@ NO_INDEX = "after connection broken by"
 """What pip says of each request that is not answered, before it tries once more."""
 
 
-def resolution(extras: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What pip says of installing these extras into an empty environment. Raises TimeoutExpired."""
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MACHINES = ("x86_64", "aarch64")
+
+
+def resolution(folder: Path, *what: str) -> subprocess.CompletedProcess[str]:
+    """What pip says of installing this into an empty environment. Skips the test without an
+    index."""
     command = [
         sys.executable,
         "-m",
@@ -36,13 +41,19 @@ def resolution(extras: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "--prefer-binary",
     ]
     patience = ["--retries", "1", "--timeout", "15"]
-    return subprocess.run(
-        [*command, *patience, f"{ROOT}[{extras}]", *map(str, PACKAGES)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    try:
+        found = subprocess.run(
+            [*command, *patience, *what],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the package index is too slow: nothing was found in {SECONDS} s")
+    if found.returncode and NO_INDEX in found.stderr:
+        pytest.skip("no package index can be reached")
+    return found
 
 
 def test_all_has_every_extra_that_users_combine() -> None:
@@ -56,10 +67,18 @@ def test_all_has_every_extra_that_users_combine() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("extras", ["all", "all,vllm"])
 def test_extras_resolve(extras: str, tmp_path: Path) -> None:
-    try:
-        found = resolution(extras, tmp_path)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"the package index is too slow: nothing was found in {SECONDS} s")
-    if found.returncode and NO_INDEX in found.stderr:
-        pytest.skip("no package index can be reached")
+    found = resolution(tmp_path, f"{ROOT}[{extras}]", *map(str, PACKAGES))
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_each_python_has_wheels_of_the_pinned_versions(
+    python: str, machine: str, tmp_path: Path
+) -> None:
+    """Of all that kvlinker needs, with a C library as old as Debian 12's."""
+    target = ["--target", "none", "--only-binary", ":all:", "--python-version", python]
+    pinned = ["--constraint", str(ROOT / "requirements.txt")]
+    found = resolution(tmp_path, *target, *platforms(machine), *pinned, *PROJECT["dependencies"])
     assert found.returncode == 0, found.stderr[-2000:]

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -166,9 +167,18 @@ def load_library(source: Path, target: Target) -> ctypes.CDLL:
 def _open(library: Path) -> ctypes.CDLL:
     """Load a library. Raises NativeUnavailableError."""
     try:
+        _share_openmp()
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailableError(str(error)) from error
+
+
+@cache
+def _share_openmp() -> None:
+    """Let libraries find the OpenMP that torch has loaded: some of its builds, such as those for
+    ARM, keep it to themselves."""
+    for library in Path(torch.__file__).with_name("lib").glob("lib[gi]omp*"):
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
 def compiler_version() -> str:
