@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -177,8 +178,10 @@ def _open(library: Path) -> ctypes.CDLL:
 def _share_openmp() -> None:
     """Let libraries find the OpenMP that torch has loaded: some of its builds, such as those for
     ARM, keep it to themselves."""
+    loaded_alone = getattr(os, "RTLD_NOLOAD", 0)  # another OpenMP beside it would be a second pool
     for library in Path(torch.__file__).with_name("lib").glob("lib[gi]omp*"):
-        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        with suppress(OSError):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL | loaded_alone)
 
 
 def compiler_version() -> str:
