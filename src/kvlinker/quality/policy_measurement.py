@@ -85,7 +85,7 @@ def measure_in_background(llm: LLM) -> Iterator[None]:
         except Exception:
             logger.exception("The policies of auto could not be measured.")
 
-    thread = threading.Thread(target=measure, name="kvlinker-measure_in_background", daemon=True)
+    thread = threading.Thread(target=measure, name="kvlinker-measuring", daemon=True)
     thread.start()
     try:
         yield
