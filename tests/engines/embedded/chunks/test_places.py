@@ -11,7 +11,6 @@ import torch
 
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
 from kvlinker.engines.embedded.chunks.places import ROW, ROW_ROOM, circles, orders
-from kvlinker.engines.embedded.requests.request import ResultKind
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkKV
@@ -113,23 +112,6 @@ def test_chunks_have_other_neighbours_in_other_circles(count):
     pairs = [(order[0], order[1]) for at in range(circles(count)) for order in orders(count, at)]
     assert len(set(pairs)) >= 0.8 * len(pairs)
     assert len({order for at in range(circles(count)) for order in orders(count, at)}) == len(pairs)
-
-
-def test_rows_that_somebody_waits_for_are_computed_in_longer_steps(bench, monkeypatch):
-    made = bench()
-    kinds = []
-    enter = made.engine.scheduler.enter
-
-    def entered(request):
-        kinds.append(request.kind)
-        return enter(request)
-
-    monkeypatch.setattr(made.engine.scheduler, "enter", entered)
-    chunks = behind_header(23, 31, 17).chunks
-    made.engine._places.offer(chunks, "default")
-    rest(made)
-    assert kinds[0] is ResultKind.BACKGROUND
-    assert kinds[1:] == [ResultKind.CHUNK] * 2
 
 
 @pytest.mark.parametrize("family", KINDS)

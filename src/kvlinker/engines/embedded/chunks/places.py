@@ -141,8 +141,7 @@ class PlaceBuilder:
             self._background(partial(self._change, partial(self._add, chunks, tenant)))
 
     def settle(self) -> Future[None]:
-        """Return a future that is done once all that was offered is computed, or given up: rows
-        that begin until then are computed as chunks are that are created, in longer steps. Any
+        """Return a future that is done once all that was offered is computed, or given up. Any
         thread may call it."""
         settled: Future[None] = Future()
         self._background(partial(self._change, partial(self._settled.append, settled)))
@@ -304,7 +303,7 @@ class PlaceBuilder:
         request = CaptureRequest(
             self._loaded,
             [_reading(ordered)],
-            kind=ResultKind.CHUNK if self._settled else ResultKind.BACKGROUND,
+            kind=ResultKind.BACKGROUND,
             keep=itemgetter(0),
             identity=None,
             tenant=row.tenant,
