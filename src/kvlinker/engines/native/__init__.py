@@ -178,10 +178,10 @@ def _open(library: Path) -> ctypes.CDLL:
 def _share_openmp() -> None:
     """Let libraries find the OpenMP that torch has loaded: some of its builds, such as those for
     ARM, keep it to themselves."""
-    loaded_alone = getattr(os, "RTLD_NOLOAD", 0)  # another OpenMP beside it would be a second pool
+    if_loaded = getattr(os, "RTLD_NOLOAD", 0)  # another OpenMP beside it would be a second pool
     for library in Path(torch.__file__).with_name("lib").glob("lib[gi]omp*"):
         with suppress(OSError):
-            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL | loaded_alone)
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL | if_loaded)
 
 
 def compiler_version() -> str:
