@@ -61,19 +61,19 @@ def test_dropped_files_become_context_caches(shown: Watched, reading: Served) ->
     assert shown.page.inner_text("#uploaded") == "Cached 2 files: 3 chunks."
     made = caches(reading)
     assert [cache["metadata"]["source"] for cache in made] == [
+        "nurse.txt",  # the smallest file comes first
         "people.md",
         "people.md",
-        "nurse.txt",
     ]
     texts = [
         reading.get(f"/v1/context_caches/{cache['id']}/content").json()["text"] for cache in made
     ]
-    assert "".join(texts[:2]) == PEOPLE
-    for cache, text in zip(made[:2], texts, strict=False):
+    assert "".join(texts[1:]) == PEOPLE
+    for cache, text in zip(made[1:], texts[1:], strict=True):
         assert PEOPLE[int(cache["metadata"]["start"]) : int(cache["metadata"]["end"])] == text
     documents = shown.page.locator("#library summary").all_inner_texts()
-    assert documents[0].startswith("nurse.txt 1 chunk, ")
-    assert documents[1].startswith("people.md 2 chunks, ")
+    assert documents[0].startswith("people.md 2 chunks, "), "the newest is first in the list"
+    assert documents[1].startswith("nurse.txt 1 chunk, ")
 
 
 def test_progress_is_told_by_tokens(shown: Watched) -> None:
