@@ -113,10 +113,8 @@ def test_context_caches_without_a_name_are_of_no_place(served: Served) -> None:
 def test_a_key_that_is_missing_is_asked_for(keyed: Served, command: tuple[str, ...]) -> None:
     refused = run(*command, "--url", keyed.url)
     assert refused.exit_code == 1
-    assert (
-        "Missing or unknown API key. Give it by --api-key, or in KVLINKER_API_KEY."
-        in refused.stderr
-    )
+    assert "Missing or unknown API key." in refused.stderr
+    assert "--api-key of a command" in refused.stderr
 
 
 @pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("ingest", __file__)])

@@ -20,10 +20,10 @@ from kvlinker.engines import native
 from kvlinker.engines.embedded.attention.kernel_check import require_right
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.position_scores import NativeDots
-from kvlinker.engines.embedded.model.weights.native_products import load_grouped, load_products
+from kvlinker.engines.embedded.model.weights.native_products import GroupedProducts, load_products
 require_right(NativeAttention(), torch.bfloat16, torch.device("cpu"))
 NativeDots()
-load_grouped()
+GroupedProducts()
 load_products()
 print(native.description())
 """

@@ -50,9 +50,6 @@ def check(
         check_model(settings)
 
     from kvlinker.engines.contract.cost import kv_bytes_per_token
-    from kvlinker.engines.contract.gguf_unpacking import with_folder
-    from kvlinker.engines.contract.grouped_codes import read_grouped
-    from kvlinker.engines.contract.model_files import model_folder, read_model
     from kvlinker.engines.embedded.model.bounds import context_window, said_window
     from kvlinker.engines.embedded.model.discovery import anatomy_of
     from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
@@ -63,13 +60,13 @@ def check(
         multiplied_in_int8,
     )
     from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
-    from kvlinker.engines.embedded.model_loading import multiplies_bf16, quicken_model
+    from kvlinker.engines.embedded.model_loading import quicken_model, read_weights
     from kvlinker.engines.embedded.selftest import refusal_after, self_test
     from kvlinker.engines.native import build_here, description
 
     build_here(settings.native == "build")
     with failures():
-        transformer, _ = read_model(settings, own_bf16=multiplies_bf16(settings))
+        transformer, _, _ = read_weights(settings)
         with sampled_inputs(transformer) as sampled:
             checks = self_test(transformer)
         refusal = refusal_after(transformer, checks)
@@ -134,7 +131,6 @@ def check(
             linear_calls,
             settings.weights,
             sampled,
-            grouped=read_grouped(model_folder(with_folder(settings).model)),
             native=native,
         )
     typer.echo(f"Native code: {description() if native else 'none, for native is off'}.")

@@ -20,9 +20,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.contract import model_files
+from kvlinker.engines.contract import file_hashes
+from kvlinker.engines.contract.file_hashes import FINGERPRINTS
 from kvlinker.engines.contract.model_files import (
-    FINGERPRINTS,
     choose_device,
     choose_dtype,
     fingerprint_of_files,
@@ -204,7 +204,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files pass for older than they are."""
-    monkeypatch.setattr(model_files, "SETTLED_SECONDS", -60.0)
+    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -60.0)
 
 
 def name_of(folder: Path, dtype: torch.dtype = torch.float32) -> str | None:
@@ -234,7 +234,7 @@ def test_names_do_not_depend_on_how_files_are_read(
 ) -> None:
     whole = name_of(folder)
     (folder.parent / "state" / FINGERPRINTS).unlink()
-    monkeypatch.setattr(model_files, "HASHED_BYTES", 7)
+    monkeypatch.setattr(file_hashes, "HASHED_BYTES", 7)
     assert name_of(folder) == whole
     known = json.loads((folder.parent / "state" / FINGERPRINTS).read_text()).values()
     assert blake3(bytes([1]) * 1000).hexdigest() in known
@@ -248,7 +248,7 @@ def test_weights_are_read_once_until_they_change(
     memory = folder.parent / "state" / FINGERPRINTS
     written = memory.stat().st_ino
     with monkeypatch.context() as patched:
-        patched.setattr(model_files, "_hash_of", None)
+        patched.setattr(file_hashes, "_hash_of", None)
         assert name_of(folder) == before
     assert memory.stat().st_ino == written, "nothing is new"
     file = folder / "model-00001-of-00002.safetensors"

@@ -8,7 +8,7 @@ from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.position_scores import NativeDots
 from kvlinker.engines.embedded.model.norms import FORMS, NativeNorm, native_norm
 from kvlinker.engines.embedded.model.states.delta_rule import delta_rule
-from kvlinker.engines.embedded.model.weights.native_products import load_grouped, load_products
+from kvlinker.engines.embedded.model.weights.native_products import GroupedProducts, load_products
 from kvlinker.engines.native.targets import TARGETS
 from tests.engines.embedded.attention.scenes import Shape, linked, make_scene
 from tests.engines.embedded.attention.test_native_kernel import check
@@ -39,7 +39,7 @@ def processor(program):
 @pytest.mark.usefixtures("processor")
 def test_products_with_weights_of_every_form():
     load_products()  # compares them
-    load_grouped()
+    GroupedProducts()
 
 
 @pytest.mark.usefixtures("processor")

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from blake3 import blake3
 from huggingface_hub import constants
@@ -43,8 +43,12 @@ OLLAMA_REFUSED = {
 UNPACKED = "unpacked"
 """The folder in the state directory with what GGUF files were unpacked into."""
 
-UNPACKED_AS = "bfloat16 and codes"
-"""The form into which files are unpacked: other versions of kvlinker find other folders."""
+Form = Literal["bf16", "codes"]
+"""What a file is unpacked into: all weights in bfloat16, or in codes those of which native code
+multiplies by the codes, and only the others in bfloat16."""
+
+VERSION = 2
+"""The version of these forms: each finds folders of its own."""
 
 
 class Found(NamedTuple):
@@ -90,14 +94,14 @@ def gguf_files(model: str) -> tuple[Path, ...]:
     return () if is_other and not part else _chosen(model, folder, part)
 
 
-def unpacked_folder(settings: Settings) -> Path | None:
+def unpacked_folder(settings: Settings, form: Form) -> Path | None:
     """Return the folder into which the GGUF files of ``settings.model`` are, or will be, unpacked;
     None where it names none. Another version of the files has another folder, beside the first."""
     if not (files := gguf_files(settings.model)):
         return None
     place = blake3(from_anywhere(settings.model).encode()).hexdigest(8)
-    content = blake3("\n".join([UNPACKED_AS, *map(state_of, files)]).encode()).hexdigest(8)
-    return settings.state_dir / UNPACKED / place / content
+    content = blake3("\n".join([str(VERSION), *map(state_of, files)]).encode()).hexdigest(8)
+    return settings.state_dir / UNPACKED / place / f"{content}-{form}"
 
 
 def known_ggufs(folders: Iterable[Path]) -> Iterator[Found]:

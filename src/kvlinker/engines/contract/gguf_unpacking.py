@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +29,10 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.base.loading import Report, unreported
+from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.system import allocate
-from kvlinker.engines.contract.gguf_files import gguf_files, unpacked_folder
+from kvlinker.engines.contract.file_hashes import file_hashes
+from kvlinker.engines.contract.gguf_files import Form, gguf_files, unpacked_folder
 from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
 from kvlinker.engines.contract.grouped_codes import (
     BLOCK,
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 LOCK = "lock"
 WEIGHTS_FILE = "model.safetensors"
+ORIGIN = "origin.json"
+"""The file with the hashes of the GGUF files that were unpacked into its folder."""
 
 PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -56,14 +59,15 @@ PLAIN = {
 }
 """The dtypes of tensors that are not quantised."""
 
+GROUPED_SHARE, HASHED_SHARE = 0.9, 0.1
+"""The share of the time to unpack a file that its codes take, where they stay; and the share of
+the whole time in which it is hashed. Chosen by hand."""
+
 ROWS_AT_ONCE = 16 * BLOCK
 """The rows whose codes are put in blocks at a time."""
 
 CACHE_LINE = 64
 """The alignment of tensors in files, in bytes."""
-
-UNPACKED_SHARE = 0.55
-"""The share of the time to unpack a file that its weights in bfloat16 take."""
 
 PIECE = 1 << 22
 """The values that are computed at a time: their temporaries fit into some megabytes."""
@@ -156,11 +160,13 @@ DIGITS_ALONE = frozenset(("smollm",))
 SPLIT_AS_GPT2 = frozenset(("gpt-2",))
 
 
-def with_folder(settings: Settings, report: Report = unreported) -> Settings:
-    """Return the settings with a folder of transformers as their model: where it is GGUF, one in
-    the state directory into which its files are unpacked if they have not been. ``report`` takes
-    the progress. Raises ModelLoadError."""
-    folder = unpacked_folder(settings)
+def with_folder(
+    settings: Settings, report: Report = unreported, *, form: Form = "bf16"
+) -> Settings:
+    """Return the settings with a folder as their model: where it is GGUF, one in the state
+    directory into which its files are unpacked, in ``form``, if they have not been. transformers
+    reads the form ``bf16``. ``report`` takes the progress. Raises ModelLoadError."""
+    folder = unpacked_folder(settings, form)
     if folder is None:
         return settings
     files = gguf_files(settings.model)
@@ -170,7 +176,7 @@ def with_folder(settings: Settings, report: Report = unreported) -> Settings:
         with FileLock(folder.parent / LOCK):  # replicas that start together wait for the first
             if not folder.is_dir():
                 logger.info("%s is unpacked into %s, once.", settings.model, folder)
-                _unpack_alone(files, folder, report)
+                _unpack_alone(files, folder, form, report)
     except OSError as error:
         raise ModelLoadError(
             f"{files[0]} cannot be unpacked into {folder}: {error}. Make room, or set state_dir to"
@@ -179,15 +185,20 @@ def with_folder(settings: Settings, report: Report = unreported) -> Settings:
     return settings.model_copy(update={"model": str(folder)})
 
 
-def _unpack_alone(files: Sequence[Path], folder: Path, report: Report) -> None:
-    """Unpack into ``folder``, in place of older versions and of what a killed process has begun."""
+def _unpack_alone(files: Sequence[Path], folder: Path, form: Form, report: Report) -> None:
+    """Unpack into ``folder``, in place of older versions and of what a killed process has begun,
+    and note the hashes of the files there."""
+    content, _, _ = folder.name.partition("-")
     for outdated in folder.parent.iterdir():
-        if outdated.is_dir():
+        if outdated.is_dir() and not outdated.name.startswith(f"{content}-"):
             shutil.rmtree(outdated)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         unpacked = Path(scratch, "model")
         unpacked.mkdir()
-        unpack(files, unpacked, report)
+        unpack(files, unpacked, part_of(report, 0.0, 1 - HASHED_SHARE), form=form)
+        hashing = part_of(report, 1 - HASHED_SHARE, 1.0)
+        hashes = file_hashes(files, folder.parents[2], hashing)
+        (unpacked / ORIGIN).write_text(json.dumps(hashes))
         for file in unpacked.iterdir():
             synchronize(file)
         synchronize(unpacked)
@@ -195,9 +206,12 @@ def _unpack_alone(files: Sequence[Path], folder: Path, report: Report) -> None:
         synchronize(folder.parent)
 
 
-def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> None:
+def unpack(
+    files: Sequence[Path], folder: Path, report: Report = unreported, *, form: Form = "bf16"
+) -> None:
     """Write the model of GGUF ``files`` into ``folder``, as transformers reads it: the weights in
-    bfloat16, or as they are where none is quantised. ``report`` takes the progress.
+    bfloat16, or as they are where none is quantised. In the form ``codes``, those that native code
+    multiplies by lie in a file of their own. ``report`` takes the progress.
 
     Raises ModelLoadError for a damaged file, an architecture that is not read, and for tensors that
     are missing or unknown; OSError where the disk has no room.
@@ -207,7 +221,7 @@ def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> 
     for file in files[1:]:
         whole.tensors.update(read_gguf(file).tensors)
     try:
-        _unpack(whole, folder, report)
+        _unpack(whole, folder, form, report)
     except (ModelLoadError, OSError):
         raise
     except LookupError as error:
@@ -217,7 +231,7 @@ def unpack(files: Sequence[Path], folder: Path, report: Report = unreported) -> 
         raise ModelLoadError(f"{files[0]} makes no sense as a model: {why}") from error
 
 
-def _unpack(whole: GGUF, folder: Path, report: Report) -> None:
+def _unpack(whole: GGUF, folder: Path, form: Form, report: Report) -> None:
     metadata, tensors = whole
     architecture = str(metadata.get("general.architecture"))
     if (kind := metadata.get("general.type", "model")) != "model":
@@ -245,8 +259,13 @@ def _unpack(whole: GGUF, folder: Path, report: Report) -> None:
         name: tuple(weight.shape) for name, weight in model.state_dict().items() if name not in tied
     }
     names = _names(whole, shapes)
-    _write_weights(whole, names, config, shapes, dtype, folder / WEIGHTS_FILE, report)
-    _write_grouped(whole, names, config, folder / GROUPED_FILE, report)
+    coded: Collection[str] = ()
+    if form == "codes":
+        grouping = part_of(report, 0.0, GROUPED_SHARE)
+        coded = _write_grouped(whole, names, config, folder / GROUPED_FILE, grouping)
+        report = part_of(report, GROUPED_SHARE, 1.0)
+    others = {name: own_name for name, own_name in names.items() if name not in coded}
+    _write_weights(whole, others, config, shapes, dtype, folder / WEIGHTS_FILE, report)
     tokenizer = _tokenizer(metadata)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -382,9 +401,9 @@ def _write_weights(
     """Write the tensors of a GGUF file as a file of safetensors, whose tensors have ``shapes``. It
     is written where it is mapped."""
     architecture = whole.metadata["general.architecture"]
-    views = _mapped(path, {name: Entry(dtype, shape) for name, shape in shapes.items()})
+    views = _mapped(path, {name: Entry(dtype, shapes[name]) for name in names})
     for done, (name, own_name) in enumerate(names.items()):
-        report("unpacking", UNPACKED_SHARE * done / len(names))
+        report("unpacking", done / len(names))
         place, view = whole.tensors[own_name], views[name]
         rows = view.view(-1, place.shape[-1])
         # llama.cpp multiplies by what Gemma adds to 1.
@@ -397,9 +416,9 @@ def _write_weights(
 
 def _write_grouped(
     whole: GGUF, names: Mapping[str, str], config: Any, path: Path, report: Report
-) -> None:
-    """Write the matrices of a GGUF file whose kind is grouped as the codes that they are. Layers
-    with one input are neighbours."""
+) -> Collection[str]:
+    """Write the matrices of a GGUF file whose kind is grouped as the codes that they are; return
+    their names. Layers with one input are neighbours."""
     architecture = whole.metadata["general.architecture"]
     places = {
         name: place
@@ -407,7 +426,7 @@ def _write_grouped(
         if (place := whole.tensors[own_name]).kind in KINDS and len(place.shape) == 2
     }
     if not places:
-        return
+        return ()
     entries = {
         name: Entry(
             torch.uint8, (-(-place.shape[0] // BLOCK), block_bytes(place.kind, place.shape[1]))
@@ -421,7 +440,7 @@ def _write_grouped(
     }
     views = _mapped(path, entries, described)
     for done, (name, place) in enumerate(places.items()):
-        report("unpacking", UNPACKED_SHARE + (1 - UNPACKED_SHARE) * done / len(places))
+        report("unpacking", done / len(places))
         order = torch.arange(place.shape[0])
         if heads := _paired_heads(name, architecture, config):
             order = _unpermuted(order, heads)
@@ -433,9 +452,10 @@ def _write_grouped(
             if blocks is None:
                 logger.info("%s stays in bfloat16: its scales are no numbers of fp16.", name)
                 path.unlink()
-                return
+                return ()
             begin = first // BLOCK
             views[name][begin : begin + len(blocks)] = blocks.flatten(1)
+    return places.keys()
 
 
 def _paired_heads(name: str, architecture: str, config: Any) -> int:

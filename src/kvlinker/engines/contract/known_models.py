@@ -13,7 +13,7 @@ from blake3 import blake3
 from huggingface_hub import try_to_load_from_cache
 
 from kvlinker.base.errors import ModelLoadError
-from kvlinker.engines.contract.gguf_files import state_of, unpacked_folder
+from kvlinker.engines.contract.gguf_files import gguf_files, state_of
 from kvlinker.engines.contract.model_place import CONFIG, weight_files
 from kvlinker.settings import Settings
 from kvlinker.store.format.durability import replace_file
@@ -64,20 +64,26 @@ def _place(settings: Settings) -> Path | None:
     """Return the file that holds, or is to hold, the fingerprint; None for a model that has no
     files on this machine."""
     try:
-        unpacked = unpacked_folder(settings)
+        states = [state_of(path) for path in _files(settings.model)]
     except (ModelLoadError, OSError):
         return None
-    folder = unpacked or Path(settings.model)
-    if unpacked is None and not folder.is_dir():
-        config = try_to_load_from_cache(settings.model, CONFIG)
-        if not isinstance(config, str):
-            return None
-        folder = Path(config).parent
-    try:
-        files = [state_of(path) for path in (folder / CONFIG, *weight_files(folder))]
-    except OSError:
+    if not states:
         return None
     versions = [version(name) for name in ("kvlinker", "torch", "transformers")]
     decisive = {name: getattr(settings, name) for name in DECISIVE}
-    subject = json.dumps([files, decisive, versions, platform.machine()], default=str)
+    subject = json.dumps([states, decisive, versions, platform.machine()], default=str)
     return settings.state_dir / FOLDER / blake3(subject.encode()).hexdigest(16)
+
+
+def _files(model: str) -> list[Path]:
+    """Return the files that decide what a model computes; none where it has none on this machine.
+    Raises ModelLoadError, OSError."""
+    if ggufs := gguf_files(model):
+        return list(ggufs)
+    folder = Path(model)
+    if not folder.is_dir():
+        config = try_to_load_from_cache(model, CONFIG)
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    return [folder / CONFIG, *weight_files(folder)]

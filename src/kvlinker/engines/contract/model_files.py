@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -20,16 +19,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.garbage import pause_collector
-from kvlinker.base.loading import Report, part_of, unreported
+from kvlinker.base.loading import Report, unreported
 from kvlinker.base.threads import set_threads
-from kvlinker.engines.contract.gguf_files import state_of
-from kvlinker.engines.contract.gguf_unpacking import with_folder
+from kvlinker.engines.contract.file_hashes import file_hashes
+from kvlinker.engines.contract.gguf_unpacking import ORIGIN, with_folder
 from kvlinker.engines.contract.model_place import (
     CONFIG,
     WANTED,
@@ -39,31 +39,20 @@ from kvlinker.engines.contract.model_place import (
 )
 from kvlinker.engines.contract.removed_models import refuse_removed
 from kvlinker.settings import Settings, WeightFormat
-from kvlinker.store.format.durability import replace_file
-
-logger = logging.getLogger(__name__)
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
-
-FINGERPRINTS = "fingerprints.json"
-"""The file in the state directory that remembers the hashes of weight files, by path, size, times
-and inode."""
-
-SETTLED_SECONDS = 2.0
-"""The age from which a file's last change tells it from later ones: file systems note times in
-steps, of up to two seconds."""
-
-HASHED_BYTES = 16 << 20
-"""The bytes of a file that are hashed at a time: enough for all processors to share the work."""
 
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 """The entries of a model's configuration that change nothing that it computes."""
 
 
-def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]:
+def read_model(
+    settings: Settings, *, own_bf16: bool = False, weights: Mapping[str, Tensor] | None = None
+) -> tuple[Any, Any]:
     """Read the model, in the dtype and on the device that the settings ask for, and its tokenizer.
 
+    With ``weights``, all of them by name, no files are read for them, and they stay where they are.
     With ``own_bf16``, the engine has code of its own for weights in bf16 on CPUs that do not
     multiply it, and for experts in transformers' common form; others are PyTorch's to multiply,
     which is slow there. Raises ModelLoadError when either cannot be loaded,
@@ -77,8 +66,13 @@ def read_model(settings: Settings, *, own_bf16: bool = False) -> tuple[Any, Any]
     own_bf16 = own_bf16 and (not expert_counts(config) or has_common_experts(config))
     dtype = choose_dtype(settings.dtype, device, settings.weights, own_bf16=own_bf16)
     tokenizer = read_tokenizer(settings)
-    model = _read(_model_class(config), settings, dtype=dtype)
-    return model.to(device).eval(), tokenizer
+    kind = _model_class(config)
+    if weights is None:
+        return _read(kind, settings, dtype=dtype).to(device).eval(), tokenizer
+    (own,) = [own for known, own in kind._model_mapping.items() if known is type(config)]
+    model = own.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype)
+    model.generation_config = _read(GenerationConfig, settings)
+    return model.eval(), tokenizer
 
 
 def _model_class(config: Any) -> Any:
@@ -208,22 +202,29 @@ def fingerprint_of_files(
     folder: Path, dtype: torch.dtype, *, state_dir: Path, report: Report = unreported
 ) -> str | None:
     """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex)
-    over its config.json and the content of its weight files, which no memory holds at once. Returns
-    None if it has no such files.
+    over its config.json and the content of its weight files, or of the GGUF files that were
+    unpacked there, which no memory holds at once. Returns None if it has no such files.
 
     A file's hash is remembered in ``state_dir`` until the file changes or is replaced, so that it
     is read once; ``report`` takes the progress.
     """
-    weights = weight_files(folder)
+    weights, origin = weight_files(folder), folder / ORIGIN
     if not weights or not (folder / CONFIG).is_file():
         return None
     config = json.loads((folder / CONFIG).read_text())
     for name in VOLATILE:
         config.pop(name, None)
-    hashes = [
-        (path.name, name)
-        for path, name in zip(weights, _file_hashes(weights, state_dir, report), strict=True)
-    ]
+    hashes = (
+        json.loads(origin.read_text())
+        if origin.is_file()
+        else list(
+            zip(
+                (path.name for path in weights),
+                file_hashes(weights, state_dir, report),
+                strict=True,
+            )
+        )
+    )
     return blake3(json.dumps([config, str(dtype), hashes], sort_keys=True).encode()).hexdigest()
 
 
@@ -238,45 +239,3 @@ def model_folder(name: str, *, revision: str | None = None, cache_dir: str | Non
         ).parent
     except OSError as error:
         raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
-
-
-def _hash_of(path: Path, report: Report) -> str:
-    """Compute a file's BLAKE3 (hex), with HASHED_BYTES of it in memory at a time."""
-    digest = blake3(max_threads=blake3.AUTO)
-    piece = memoryview(bytearray(HASHED_BYTES))
-    size, done = max(path.stat().st_size, 1), 0
-    with path.open("rb", buffering=0) as file:
-        while taken := file.readinto(piece):
-            digest.update(piece[:taken])
-            done += taken
-            report("reading", min(done / size, 1.0))
-    return digest.hexdigest()
-
-
-def _file_hashes(files: Sequence[Path], state_dir: Path, report: Report) -> list[str]:
-    """Return each file's BLAKE3 (hex), from ``state_dir`` where the file is as it was: the time of
-    its last change, which programs cannot set, and its inode tell that, too."""
-    place = state_dir / FINGERPRINTS
-    try:
-        known = json.loads(place.read_text())
-    except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    found: dict[str, str] = {}
-    hashes = []
-    for index, path in enumerate(files):
-        now, name = time.time(), state_of(path)
-        if not isinstance(known.get(name), str):
-            part = part_of(report, index / len(files), (index + 1) / len(files))
-            hashes.append(_hash_of(path, part))
-            if state_of(path) == name and path.stat().st_ctime < now - SETTLED_SECONDS:
-                found[name] = hashes[-1]
-        else:
-            hashes.append(known[name])
-    if found:
-        try:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(place, json.dumps(known | found).encode())
-        except OSError as error:
-            logger.warning("The model's weight files are hashed again next time: %s", error)
-    return hashes

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.threads import in_own_thread
 from kvlinker.engines.contract.cost import CostModel, count_weights
 from kvlinker.engines.contract.gguf_unpacking import with_folder
-from kvlinker.engines.contract.grouped_codes import GroupedFile, read_grouped
 from kvlinker.engines.contract.known_models import remember_fingerprint
 from kvlinker.engines.contract.model_files import (
+    choose_device,
+    choose_dtype,
     fingerprint,
     fingerprint_of_files,
     fingerprint_with,
@@ -42,9 +45,13 @@ from kvlinker.engines.embedded.model.weights.arrangement import (
     arrange_weights,
     watch_linears,
 )
+from kvlinker.engines.embedded.model.weights.coded import coded_weights
 from kvlinker.engines.embedded.model.weights.experts import arrange_experts
 from kvlinker.engines.embedded.model.weights.linears import quicken_linears
-from kvlinker.engines.embedded.model.weights.native_products import native_products
+from kvlinker.engines.embedded.model.weights.native_products import (
+    grouped_products,
+    native_products,
+)
 from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.engines.embedded.verdicts import Verdicts, code_beside
@@ -68,11 +75,8 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
     linked exactly.
     """
     build_here(settings.native == "build")
-    settings = with_folder(settings, part_of(report, 0.0, READ / 4))
-    report("reading", 0.0)
-    model, tokenizer = read_model(settings, own_bf16=multiplies_bf16(settings))
+    model, tokenizer, folder = read_weights(settings, part_of(report, 0.0, READ / 4))
     dtype = next(model.parameters()).dtype
-    folder = model_folder(settings.model)
     reading = part_of(report, READ / 4, READ)
     name = fingerprint_of_files(folder, dtype, state_dir=settings.state_dir, report=reading)
     verdicts = None
@@ -95,12 +99,27 @@ def load_model(settings: Settings, report: Report = unreported) -> LoadedModel:
         state_inputs=settings.state_inputs,
         name=name,
         verdicts=verdicts,
-        grouped=read_grouped(folder),
         report=report,
     )
     if name is not None:
         remember_fingerprint(settings, loaded.fingerprint)
     return loaded
+
+
+@in_own_thread
+def read_weights(settings: Settings, report: Report = unreported) -> tuple[Any, Any, Path]:
+    """Return the model as it is before it is prepared, its tokenizer, and the folder of its files.
+    Weights of a GGUF file stay in codes where native code multiplies by them as they are.
+    ``report`` takes the progress. Raises as ``load_model`` does."""
+    own_bf16, device = multiplies_bf16(settings), choose_device(settings.device)
+    stays = own_bf16 and settings.weights == "auto" and device.type == "cpu"
+    is_bf16 = choose_dtype(settings.dtype, device, own_bf16=own_bf16) == torch.bfloat16
+    in_codes = stays and is_bf16 and grouped_products() is not None
+    settings = with_folder(settings, report, form="codes" if in_codes else "bf16")
+    report("reading", 1.0)
+    weights = coded_weights(Path(settings.model)) if in_codes else None
+    model, tokenizer = read_model(settings, own_bf16=own_bf16, weights=weights)
+    return model, tokenizer, model_folder(settings.model)
 
 
 @in_own_thread
@@ -123,12 +142,11 @@ def prepare_model(
     state_inputs: bool = True,
     name: str | None = None,
     verdicts: Verdicts | None = None,
-    grouped: GroupedFile | None = None,
     report: Report = unreported,
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its
     weights the format ``weights``. With ``native``, native code multiplies by them in bf16 and
-    computes norms, and multiplies by weights that are ``grouped`` as they are.
+    computes norms.
 
     With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
     fingerprint of the model's files; without it that of the model is computed. Checks that
@@ -163,7 +181,6 @@ def prepare_model(
         linear_calls,
         weights,
         sampled,
-        grouped=grouped,
         native=native,
         verdicts=verdicts,
         report=part_of(report, CHECKED, 1.0),
@@ -193,7 +210,6 @@ def quicken_model(
     weights: WeightFormat,
     sampled: Mapping[nn.Module, Tensor],
     *,
-    grouped: GroupedFile | None = None,
     native: bool,
     verdicts: Verdicts | None = None,
     report: Report = unreported,
@@ -204,9 +220,7 @@ def quicken_model(
     not compared again where ``verdicts`` remember that it was right."""
     if native:
         arrange_experts(model, weights, sampled)
-    arrange_weights(
-        model, linear_calls, weights, sampled, grouped=grouped, native=native, report=report
-    )
+    arrange_weights(model, linear_calls, weights, sampled, native=native, report=report)
     if not native:
         return "native is off"
     quicken_norms(model)

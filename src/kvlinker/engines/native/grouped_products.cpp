@@ -66,6 +66,60 @@ struct GroupedBytes : InGroups<false, In8Bits::OFFSET> {
     static Words bytes_of(const uint8_t* at, int part) { return In8Bits::bytes_of(at, part); }
 };
 
+// Some rows of a weight, which are its outputs, as numbers; model/weights/native_products.py has the same.
+struct WeightRows {
+    const int64_t* chosen;  // [rows]
+    int64_t rows, width;
+    const uint8_t* weights;
+    int64_t group;
+    bf16* output;  // [rows, width]
+    int64_t threads;
+};
+
+inline float f16_at(const uint8_t* header, int64_t index) {
+    uint16_t number;
+    std::memcpy(&number, header + index * sizeof number, sizeof number);
+    const uint32_t bits = static_cast<uint32_t>(number & 0x7fff) << 13;
+    float size;
+    std::memcpy(&size, &bits, sizeof size);
+    size *= 0x1p112f;  // the exponent's bias is 112 less
+    return number & 0x8000 ? -size : size;
+}
+
+// The code of an input of BITS bits, whose output's words begin at `at`.
+template <int BITS>
+inline int code_at(const uint8_t* at, int64_t input) {
+    constexpr int HIGH = BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
+    constexpr int LOW_WORDS = BITS == 8 ? 1 : INPUTS / 8, WORDS = LOW_WORDS + (HIGH && BITS < 8 ? 1 : 0);
+    const uint8_t* step = at + input / INPUTS * WORDS * STEP + input % 4;
+    if (BITS == 8) return *step;
+    const int part = input % INPUTS / 4;
+    const int low = step[part / 2 * STEP] >> part % 2 * 4 & 15;
+    return HIGH ? low | (step[LOW_WORDS * STEP] >> HIGH * part & ((1 << HIGH) - 1)) << 4 : low;
+}
+
+template <int BITS, bool MINIMA>
+void copy_rows(const WeightRows& rows) {
+    constexpr int64_t HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t), MIDDLE = MINIMA ? 0 : 1 << (BITS - 1);
+    const int64_t stride = HEADER + rows.group * BLOCK * BITS / 8, groups = rows.width / rows.group;
+#pragma omp parallel for num_threads(static_cast<int>(rows.threads)) if (rows.threads > 1 && rows.rows > BLOCK)
+    for (int64_t row = 0; row < rows.rows; ++row) {
+        const int64_t lane = rows.chosen[row] % BLOCK;
+        const uint8_t* header = rows.weights + rows.chosen[row] / BLOCK * groups * stride;
+        bf16* to = rows.output + row * rows.width;
+        for (int64_t group = 0; group < groups; ++group, header += stride) {
+            const float scale = f16_at(header, lane), least = MINIMA ? f16_at(header, BLOCK + lane) : 0.0f;
+            const uint8_t* words = header + HEADER + lane * sizeof(int32_t);
+            for (int64_t first = 0; first < rows.group; first += LANES, to += LANES) {
+                Floats numbers;
+                for (int i = 0; i < LANES; ++i)
+                    numbers[i] = scale * static_cast<float>(code_at<BITS>(words, first + i) - MIDDLE) + least;
+                store_bf16(to, numbers);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,4 +135,16 @@ void kvlinker_multiply_grouped5_min(const Product* product) { multiply_bytes<Gro
 void kvlinker_multiply_grouped6(const Product* product) { multiply_bytes<Grouped<2, false>>(*product); }
 
 void kvlinker_multiply_grouped8(const Product* product) { multiply_bytes<GroupedBytes>(*product); }
+
+void kvlinker_rows_grouped4(const WeightRows* rows) { copy_rows<4, false>(*rows); }
+
+void kvlinker_rows_grouped4_min(const WeightRows* rows) { copy_rows<4, true>(*rows); }
+
+void kvlinker_rows_grouped5(const WeightRows* rows) { copy_rows<5, false>(*rows); }
+
+void kvlinker_rows_grouped5_min(const WeightRows* rows) { copy_rows<5, true>(*rows); }
+
+void kvlinker_rows_grouped6(const WeightRows* rows) { copy_rows<6, false>(*rows); }
+
+void kvlinker_rows_grouped8(const WeightRows* rows) { copy_rows<8, false>(*rows); }
 }

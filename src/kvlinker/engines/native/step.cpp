@@ -12,7 +12,8 @@ constexpr int64_t BLOCK = 64;             // rows of a weight in blocks; model/w
 constexpr int64_t FEW_NUMBERS = 1 << 14;  // that one thread computes
 
 enum Kind : int64_t { COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, RSQRT, SQUARE,
-                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION, ROOT, GATHER_BLOCKS };
+                      CUBE, NEGATE, MEAN, RMS_NORM, LAYER_NORM, GATHER, PRODUCT, ATTENTION, ROOT, GATHER_BLOCKS,
+                      GATHER_CODES };
 
 // Numbers of each token: [tokens, outer, inner]. Strides count numbers; that of `inner` is 1, or 0 where all are one.
 struct Operand {
@@ -31,9 +32,10 @@ struct Operation {
     const bf16 *weight, *bias;  // of norms: [inner], or null
     NormForm norm;
     int64_t by_tokens;              // GATHER: 1: rows are those of the tokens' ids; 0: those whose logits are wanted
-    void (*function)(const void*);  // PRODUCT
+    void (*function)(const void*);  // PRODUCT, GATHER_CODES
     const void* argument;
     int64_t *argument_rows, *argument_threads;
+    const int64_t** argument_ids;  // GATHER_CODES
     int64_t layer;  // ATTENTION
 };
 
@@ -290,6 +292,9 @@ void compute(const Step& step, const Operation& operation) {
         case LAYER_NORM: return layer_norm(operation, rows, threads);
         case GATHER: return gather(operation, rows, operation.by_tokens ? step.ids : step.wanted_rows);
         case GATHER_BLOCKS: return gather_blocks(operation, rows, step.ids);
+        case GATHER_CODES:
+            *operation.argument_ids = step.ids;
+            [[fallthrough]];
         case PRODUCT:
             *operation.argument_rows = rows;
             *operation.argument_threads = threads;

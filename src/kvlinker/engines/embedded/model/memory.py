@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.engines.embedded.model.weights.coded import CodedWeight
+
 _MAPPINGS = Path("/proc/self/maps")
 _PAGES = Path("/proc/self/smaps")
 
@@ -73,8 +75,8 @@ def _drop(weight: Tensor) -> None:
 
 
 def _inside(weight: Tensor, files: Collection[range]) -> bool:
-    if not weight.is_cpu or weight.layout != torch.strided:  # of oneDNN
-        return False
+    if not weight.is_cpu or weight.layout != torch.strided or isinstance(weight, CodedWeight):
+        return False  # those of oneDNN, and those in codes, have no numbers of their own
     begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     return any(file.start <= begin and end <= file.stop for file in files)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.states.known import LIGHTNING_DECAY
+from kvlinker.engines.embedded.model.weights.coded import CodedWeight
 
 CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
@@ -59,10 +60,13 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
                     _rebuild_decay(module)
             elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
-                undo.callback(module._parameters.update, dict(module._parameters))
-                compute = partial(_linear_in_fp32, module.weight.detach(), module.bias)
+                weight = module.weight.detach()
+                compute = partial(_linear_in_fp32, weight, module.bias)
                 module.forward = compute  # type: ignore[method-assign]
-                wide: Any = module.weight.detach().as_subclass(_Wide)
+                if isinstance(weight, CodedWeight):
+                    continue  # none of the families that GGUF files have reads it by itself
+                undo.callback(module._parameters.update, dict(module._parameters))
+                wide: Any = weight.as_subclass(_Wide)
                 module._parameters["weight"] = wide
             elif isinstance(module, nn.Embedding):
                 undo.callback(module.register_forward_hook(_widen_output).remove)
@@ -146,7 +150,8 @@ def _linear_in_fp32(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tens
     rows = max(1, CHUNK_BYTES // (width * torch.float32.itemsize))
     for begin in range(0, features, rows):
         part = slice(begin, begin + rows)
-        output[..., part] = nn.functional.linear(inputs.float(), weight[part].float())
+        chosen = weight.rows(part) if isinstance(weight, CodedWeight) else weight[part]
+        output[..., part] = nn.functional.linear(inputs.float(), chosen.float())
     return output if bias is None else output + bias.float()
 
 

@@ -19,6 +19,7 @@ from kvlinker.engines.contract.grouped_codes import (
     grouped_blocks,
     joined,
     offset_of,
+    values_of,
 )
 from kvlinker.engines.embedded.model.weights.native_products import (
     grouped_products,
@@ -130,6 +131,22 @@ def test_groups_of_sixteen_codes_of_four_bits() -> None:
         inputs = inputs_of(9, matrix, whole=True)
         exact = inputs.double() @ matrix.dense().double().T
         assert torch.equal(matrix.multiply(inputs, None), exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("form", BITS)
+@given(
+    outputs=st.integers(1, 150),
+    groups=st.integers(1, 20),
+    chosen=st.lists(st.integers(0, 149), max_size=200),
+)
+def test_rows_are_what_codes_mean(
+    form: GroupedForm, outputs: int, groups: int, chosen: list[int]
+) -> None:
+    matrix = matrix_of(form, outputs, groups)
+    meant = values_of(matrix.blocks, form, outputs).bfloat16()
+    assert torch.equal(matrix.dense(), meant)
+    rows = torch.tensor([index % outputs for index in chosen], dtype=torch.int64)
+    assert torch.equal(matrix.rows(rows), meant[rows])
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from kvlinker.engines.embedded.model.anatomy import LayerShape
 from kvlinker.engines.embedded.model.norms import NormForm
 from kvlinker.engines.embedded.model.recording.program import (
     Calculation,
+    CodedRows,
     HeadsPlace,
     Kind,
     ModuleCall,
@@ -31,7 +32,12 @@ from kvlinker.engines.embedded.model.recording.program import (
     RecordedAttention,
 )
 from kvlinker.engines.embedded.model.rotary import Rotary
-from kvlinker.engines.embedded.model.weights.native_products import Form, products_of
+from kvlinker.engines.embedded.model.weights.native_products import (
+    Form,
+    WeightRows,
+    grouped_products,
+    products_of,
+)
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
 
 
@@ -68,6 +74,7 @@ class StepOperation(ctypes.Structure):
         ("argument", ctypes.c_void_p),
         ("argument_rows", ctypes.c_void_p),
         ("argument_threads", ctypes.c_void_p),
+        ("argument_ids", ctypes.c_void_p),
         ("layer", ctypes.c_int64),
     )
 
@@ -151,6 +158,8 @@ class BoundProgram:
                 self.operations[index] = self._calculation(operation)
             elif isinstance(operation, Product):
                 self.operations[index] = self._product(operation)
+            elif isinstance(operation, CodedRows):
+                self.operations[index] = self._coded_rows(operation)
             elif isinstance(operation, ModuleCall):
                 self.operations[index] = self._module_call(operation)
             else:
@@ -193,6 +202,26 @@ class BoundProgram:
             argument=begin,
             argument_rows=begin + NativeProduct.rows.offset,
             argument_threads=begin + NativeProduct.threads.offset,
+        )
+
+    def _coded_rows(self, rows: CodedRows) -> StepOperation:
+        matrix, products = rows.matrix, grouped_products()
+        assert products is not None, "weights were read for a processor with native code"
+        argument = WeightRows(
+            width=matrix.inputs,
+            weights=matrix.blocks.data_ptr(),
+            group=matrix.group,
+            output=self._at(rows.output),
+        )
+        self._held += [argument, matrix]
+        begin = ctypes.addressof(argument)
+        return StepOperation(
+            kind=Kind.GATHER_CODES,
+            function=address_of(products.rows_function(matrix.form)),
+            argument=begin,
+            argument_rows=begin + WeightRows.rows.offset,
+            argument_threads=begin + WeightRows.threads.offset,
+            argument_ids=begin + WeightRows.chosen.offset,
         )
 
     def _module_call(self, call: ModuleCall) -> StepOperation:

@@ -23,6 +23,7 @@ from kvlinker.engines.embedded.model.recording.layouts import (
 from kvlinker.engines.embedded.model.recording.program import (
     Buffer,
     Calculation,
+    CodedRows,
     Kind,
     ModuleCall,
     Operation,
@@ -46,12 +47,14 @@ from kvlinker.engines.embedded.model.recording.trace import (
     memory_of,
     trace_pass,
 )
+from kvlinker.engines.embedded.model.weights.coded import CodedWeight
 from kvlinker.engines.embedded.model.weights.linears import (
     MatrixLinear,
     SharedLinear,
     multiplies_plain,
 )
 from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
+from kvlinker.engines.embedded.model.weights.native_quantized import GroupedMatrix
 from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
 
 LENGTHS = ((11, 5), (13, 7))
@@ -209,9 +212,14 @@ class _Lowering:
         self._inputs[memory_of(one.output)] = one.arguments["name"]
 
     def _embedding(self, one: Node, other: Node) -> None:
-        indices, weight = one.arguments["indices"], self._layout(one, other, "weight")
-        if self._inputs.get(memory_of(indices)) != "ids" or not isinstance(weight.memory, Tensor):
+        if self._inputs.get(memory_of(one.arguments["indices"])) != "ids":
             raise UnrecordableError("it embeds other numbers than the tokens' ids")
+        if isinstance(coded := one.arguments["weight"], CodedWeight):
+            self._coded_embedding(coded.matrix, self._output(one, other))
+            return
+        weight = self._layout(one, other, "weight")
+        if not isinstance(weight.memory, Tensor):
+            raise UnrecordableError("it computes the table of its embeddings")
         self._embedded.append(len(weight.memory))
         self._gather(weight, self._output(one, other), by_tokens=True)
 
@@ -235,6 +243,12 @@ class _Lowering:
             )
         )
         self._held.append(embedding)
+
+    def _coded_embedding(self, matrix: GroupedMatrix, output: Layout) -> None:
+        if output.wide or output.row != matrix.inputs or output.wanted:
+            raise UnrecordableError("rows are chosen that do not lie as they should")
+        self._embedded.append(matrix.outputs)
+        self._operations.append(CodedRows(output.place, matrix))
 
     def _wanted_rows(self, one: Node, other: Node) -> None:
         source, chosen = self._layout(one, other, "self"), one.arguments["indices"]

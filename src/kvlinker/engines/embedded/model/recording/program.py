@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvlinker.engines.contract.attention import AttentionOptions
 from kvlinker.engines.embedded.model.norms import NormForm
 from kvlinker.engines.embedded.model.weights.matrices import NativeWeights
+from kvlinker.engines.embedded.model.weights.native_quantized import GroupedMatrix
 
 
 class Kind(IntEnum):
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     ATTENTION = 20
     ROOT = 21
     GATHER_BLOCKS = 22
+    GATHER_CODES = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,14 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class CodedRows:
+    """The rows of a weight of a GGUF file that the tokens' ids choose: their embeddings."""
+
+    output: Place
+    matrix: GroupedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleCall:
     """A module of the model, or oneDNN's product with a weight, which computes all rows between
     operations of native code."""
@@ -135,7 +145,7 @@ class RecordedAttention:
     options: AttentionOptions
 
 
-Operation = Calculation | Product | ModuleCall | RecordedAttention
+Operation = Calculation | Product | CodedRows | ModuleCall | RecordedAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from kvlinker.engines.embedded.model.interception import Interceptor, intercepte
 from kvlinker.engines.embedded.model.norms import NativeNorm
 from kvlinker.engines.embedded.model.states.recurrence import ConvolutionCall
 from kvlinker.engines.embedded.model.states.rules import RuleCall
+from kvlinker.engines.embedded.model.weights.coded import CodedWeight
 from kvlinker.engines.embedded.model.weights.experts import PackedExperts
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear
 from kvlinker.engines.embedded.model.weights.tied_embedding import TiedEmbedding
@@ -67,8 +68,8 @@ class Node:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors that it was called with."""
-        return [each for each in tree_leaves(dict(self.arguments)) if isinstance(each, Tensor)]
+        """The tensors that it was called with, of those that have memory of their own."""
+        return _with_memory(dict(self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +252,13 @@ class _Recorder(TorchDispatchMode, Interceptor):  # type: ignore[no-untyped-call
 
 def _with_memory(values: Any) -> list[Tensor]:
     """Return the tensors among the values, without weights that oneDNN has packed, whose memory is
-    its own."""
+    its own, and those in codes, which have none."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
-    return [each for each in tensors if each.layout == torch.strided]
+    return [
+        each
+        for each in tensors
+        if each.layout == torch.strided and not isinstance(each, CodedWeight)
+    ]
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.base.loading import Report, unreported
-from kvlinker.engines.contract.grouped_codes import GroupedFile, joined
+from kvlinker.engines.contract.grouped_codes import joined
 from kvlinker.engines.contract.model_files import expert_counts
 from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.memory import drop_mapped, mapped_files, return_freed
+from kvlinker.engines.embedded.model.weights.coded import CodedWeight
 from kvlinker.engines.embedded.model.weights.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.engines.embedded.model.weights.matrices import (
     BlockedMatrix,
@@ -32,10 +33,7 @@ from kvlinker.engines.embedded.model.weights.matrices import (
     packed_matrix,
     packs,
 )
-from kvlinker.engines.embedded.model.weights.native_products import (
-    grouped_products,
-    native_products,
-)
+from kvlinker.engines.embedded.model.weights.native_products import native_products
 from kvlinker.engines.embedded.model.weights.native_quantized import (
     GroupedMatrix,
     NativeInt4Matrix,
@@ -108,7 +106,6 @@ def arrange_weights(
     weights: WeightFormat = "auto",
     sampled: Mapping[nn.Module, Tensor] = NOTHING,
     *,
-    grouped: GroupedFile | None = None,
     native: bool = True,
     report: Report = unreported,
 ) -> None:
@@ -121,8 +118,8 @@ def arrange_weights(
     packing would take too much memory, as with the tied embeddings of a small model. In 8 and 4
     bits are the decoder layers' weights, except routers; the head and embeddings are not. By
     weights in 8 bits, inputs in 8 bits are multiplied where those ``sampled`` of a layer can be
-    rounded so. Those that are ``grouped`` stay so where the format is the model's own. Without
-    ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
+    rounded so. Those in codes of a GGUF file are multiplied by as they are. Without ``native``,
+    PyTorch's kernels and oneDNN's multiply by all of them.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
@@ -131,9 +128,7 @@ def arrange_weights(
     first = next(model.parameters())
     groups = _groups(model, seen)
     files = mapped_files()
-    stays = native and weights == "auto" and first.dtype == torch.bfloat16 and first.is_cpu
-    if stays and grouped is not None and grouped_products() is not None:
-        groups = _arrange_grouped(model, groups, grouped, files)
+    groups = _arrange_coded(model, groups, files)
     if weights in QUANTISED:
         inside = {part for layer in decoder_layers(model) for part in layer.modules()}
         experts = expert_counts(model.config)
@@ -242,35 +237,31 @@ def _put(
     return kept
 
 
-def _arrange_grouped(
-    model: nn.Module,
-    groups: Sequence[list[_Place]],
-    grouped: GroupedFile,
-    files: Collection[range],
+def _arrange_coded(
+    model: nn.Module, groups: Sequence[list[_Place]], files: Collection[range]
 ) -> list[list[_Place]]:
-    """Make layers whose weights are ``grouped`` multiply by them: those of a group together that
-    are of one form, and neighbours in the file. Return the layers that are left."""
-    placed = {
-        id(weight): grouped.places[name]
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if name in grouped.places
-    }
+    """Make layers whose weights are in codes multiply by them: those of a group together that are
+    of one form, and neighbours in the file. Return the layers that are left."""
     left: list[list[_Place]] = []
     for group in groups:
         runs: list[list[_Place]] = []
         for place in group:
-            found = placed.get(id(place.linear.weight))
-            before = placed.get(id(runs[-1][-1].linear.weight)) if runs else None
-            joins = found is not None and before is not None and joined(before, found)
-            if bool(runs) and (joins or (found is None and before is None)):
+            weight = place.linear.weight
+            before = runs[-1][-1].linear.weight if runs else None
+            if isinstance(weight, CodedWeight) and isinstance(before, CodedWeight):
+                goes_on = joined(before.place, weight.place)
+            else:
+                goes_on = type(weight) is type(before)
+            if goes_on:
                 runs[-1].append(place)
             else:
                 runs.append([place])
         for run in runs:
-            places = [placed.get(id(place.linear.weight)) for place in run]
-            known = [place for place in places if place is not None]
-            if known:
-                _put(model, run, GroupedMatrix(grouped.content, known), files)
+            weights = [place.linear.weight for place in run]
+            coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
+            if coded:
+                places = [weight.place for weight in coded]
+                _put(model, run, GroupedMatrix(coded[0].content, places), files)
             else:
                 left.append(run)
     return left

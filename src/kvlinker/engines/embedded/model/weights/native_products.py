@@ -129,6 +129,48 @@ class NativeProducts:
                 native.require_close(ours, expected, f"the product with weights in {form}")
 
 
+class GroupedProducts(NativeProducts):
+    """Multiplies by weights of GGUF files, and returns rows of them."""
+
+    def __init__(self) -> None:
+        """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
+        self._rows: dict[Form, native.Function] = {}
+        for file, forms in GROUPED_FILES.items():
+            names = {form: f"kvlinker_rows_{form}" for form in forms}
+            found = native.functions(file, dict.fromkeys(names.values(), WeightRows))
+            self._rows |= {form: found[name] for form, name in names.items()}
+        super().__init__(GROUPED_FILES, _grouped_cases())
+
+    def rows(self, form: Form, chosen: Tensor, weights: int, *, width: int, group: int) -> Tensor:
+        """Return the ``chosen`` rows [rows] of a weight at the address ``weights``: [rows, width],
+        bf16."""
+        chosen = chosen.contiguous()
+        assert chosen.dtype == torch.int64, chosen.dtype
+        output = torch.empty((len(chosen), width), dtype=torch.bfloat16)
+        rows = WeightRows(
+            chosen=chosen.data_ptr(),
+            rows=len(chosen),
+            width=width,
+            weights=weights,
+            group=group,
+            output=output.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        self._rows[form](rows)
+        return output
+
+    def rows_function(self, form: Form) -> native.Function:
+        """Return the function that copies rows of weights in this form: it takes ``WeightRows``."""
+        return self._rows[form]
+
+    def _check(self, cases: Mapping[Form, Case]) -> None:
+        super()._check(cases)
+        for form, (blocks, dense, shared) in cases.items():
+            chosen = torch.arange(CHECKED_OUTPUTS)
+            ours = self.rows(form, chosen, blocks.data_ptr(), width=CHECKED_WIDTH, group=shared)
+            native.require_close(ours, dense, f"reading weights in {form}")
+
+
 CHECKED_OUTPUTS, CHECKED_WIDTH, CHECKED_GROUP = BLOCK + 6, 96, 32
 """The shape of the weights that are checked: two blocks, of which the last one is not full."""
 
@@ -184,12 +226,6 @@ def load_products() -> NativeProducts:
     return NativeProducts(FILES, _cases())
 
 
-def load_grouped() -> NativeProducts:
-    """Compile and check the products with weights of GGUF files. Raises
-    NativeUnavailableError."""
-    return NativeProducts(GROUPED_FILES, _grouped_cases())
-
-
 @cache
 def native_products() -> NativeProducts | None:
     """Return the native products, compiled when first asked for; None if there are none, and the
@@ -198,10 +234,12 @@ def native_products() -> NativeProducts | None:
 
 
 @cache
-def grouped_products() -> NativeProducts | None:
+def grouped_products() -> GroupedProducts | None:
     """Return the native products with weights of GGUF files, compiled when first asked for; None
     if there are none, and the log says why."""
-    return native.or_fall_back(load_grouped, "Weights of GGUF files are multiplied by in bfloat16")
+    return native.or_fall_back(
+        GroupedProducts, "Weights of GGUF files are multiplied by in bfloat16"
+    )
 
 
 def products_of(form: Form) -> NativeProducts:
@@ -222,6 +260,20 @@ class Product(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class WeightRows(ctypes.Structure):
+    """Describes some rows of a weight: ``WeightRows`` of grouped_products.cpp."""
+
+    _fields_ = (
+        ("chosen", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
         ("output", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
     )

@@ -14,11 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from kvlinker.engines.contract.grouped_codes import BLOCK, GroupedForm, Placed, values_of
+from kvlinker.engines.contract.grouped_codes import BLOCK, GroupedForm, Placed
 from kvlinker.engines.embedded.model.weights.blocks import code_blocks, codes_of, padded
 from kvlinker.engines.embedded.model.weights.matrices import ROWS_AT_ONCE, Matrix, NativeWeights
 from kvlinker.engines.embedded.model.weights.native_products import (
     Form,
+    grouped_products,
     products_of,
     rounded_to_bytes,
 )
@@ -180,8 +181,15 @@ class GroupedMatrix(CodesMatrix):
         blocks = content[first.begin : last.end].view(-(-outputs // BLOCK), groups, -1)
         super().__init__(first.form, blocks, torch.Size((outputs, width)), first.group)
 
+    def rows(self, chosen: Tensor) -> Tensor:
+        """Return the ``chosen`` rows [rows] of the weight: [rows, inputs], bf16."""
+        products = grouped_products()
+        assert products is not None, "weights were read for a processor with native code"
+        address = self.blocks.data_ptr()
+        return products.rows(self.form, chosen, address, width=self.inputs, group=self.group)
+
     def dense(self) -> Tensor:
-        return values_of(self.blocks, self.form, self.outputs).bfloat16()
+        return self.rows(torch.arange(self.outputs))
 
 
 def multiplied_in_int8(model: nn.Module) -> str:
