@@ -26,7 +26,8 @@ class CodedWeight(Tensor):
     """A weight [outputs, inputs] in bf16 that has the memory of its codes alone. PyTorch's
     functions take it as any other, and compute the numbers that they need of it each time."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed is no weight
+    # What is computed from a weight is none.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     content: Tensor
     """The file with the codes."""
@@ -37,7 +38,7 @@ class CodedWeight(Tensor):
     @staticmethod
     def __new__(cls, content: Tensor, place: Placed) -> CodedWeight:
         """Take the weight that lies at ``place`` in ``content``, a file of grouped weights."""
-        weight: CodedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        weight: CodedWeight = Tensor._make_wrapper_subclass(
             cls, place.shape, dtype=torch.bfloat16, device=torch.device("cpu")
         )
         weight.content, weight.place = content, place
@@ -52,7 +53,7 @@ class CodedWeight(Tensor):
         return self.matrix.rows(torch.arange(len(self))[part])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
