@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -89,7 +92,8 @@ def _model_class(config: Any) -> Any:
 def read_tokenizer(settings: Settings, **options: Any) -> Any:
     """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as
     ``revision``. Raises ModelLoadError when it cannot be loaded."""
-    tokenizer = _read(AutoTokenizer, settings, **options)
+    with _without_copies():
+        tokenizer = _read(AutoTokenizer, settings, **options)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelLoadError(
             f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one."
@@ -102,6 +106,18 @@ def sampling_defaults(generation_config: Any) -> dict[str, float]:
     none of them: requests choose greedy decoding by temperature 0."""
     found = {name: getattr(generation_config, name, None) for name in RECOMMENDED}
     return {name: value for name, value in found.items() if value is not None}
+
+
+@contextmanager
+def _without_copies() -> Iterator[None]:
+    """Let what is a deep copy of a tokenizer be the tokenizer itself for a while: transformers
+    copies the one that it has just read, which takes two seconds for Gemma's 262,144 tokens, and a
+    hundred megabytes."""
+    copyreg.pickle(Tokenizer, lambda _: "the same")  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        copyreg.dispatch_table.pop(Tokenizer, None)
 
 
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:
