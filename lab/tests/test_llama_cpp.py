@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.normalizers import NFC
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvlinker import LLM
 from kvlinker.engines.contract.gguf_unpacking import with_folder
@@ -112,10 +113,12 @@ def test_texts_have_the_same_tokens(settings: Settings, model: Any) -> None:
 
 def exact_logits(settings: Settings, ids: list[int]) -> Any:
     """What the file's weights make of tokens in fp32, read and computed by transformers."""
-    file = Path(settings.model)
-    exact = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
+    config = AutoConfig.from_pretrained(with_folder(settings).model)
+    config.dtype = torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    read = load_gguf_checkpoint(settings.model, return_tensors=True, model_to_load=model)
+    exact = type(model).from_pretrained(None, config=config, state_dict=read["tensors"])
     with torch.inference_mode():
         return exact.eval()(torch.tensor([ids])).logits[0].numpy()
 
