@@ -56,7 +56,18 @@ FAMILIES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
 }
+SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Granite's numbers by llama.cpp's names."""
+
 MODELS = Path(__file__).parents[3] / ".models"
 F32 = gguf.GGMLQuantizationType.F32
 
@@ -95,6 +106,7 @@ def written(
     first.add_head_count(config.num_attention_heads)
     first.add_head_count_kv(config.num_key_value_heads)
     first.add_key_length(model.model.layers[0].self_attn.head_dim)
+    first.add_value_length(model.model.layers[0].self_attn.head_dim)
     first.add_layer_norm_rms_eps(config.rms_norm_eps)
     first.add_rope_freq_base(theta_of(config))
     if window := getattr(config, "sliding_window", None):
@@ -102,6 +114,9 @@ def written(
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if cap := getattr(config, name, None):
             first.add_float32(f"{architecture}.{name}", cap)
+    for name, own_name in SCALES.items():
+        if (scale := getattr(config, own_name, None)) is not None:
+            first.add_float32(f"{architecture}.{name}", scale)
     first.add_tokenizer_model("gpt2")
     first.add_tokenizer_pre("gpt-2")
     first.add_token_list(words)
@@ -120,9 +135,9 @@ def written(
     weights = [(name, weight) for name, weight in model.state_dict().items() if name not in tied]
     for index, (name, weight) in enumerate(weights):
         values = weight.float().numpy().copy()
-        if architecture == "llama" and "q_proj" in name:
+        if architecture in ("llama", "granite", "smollm3") and "q_proj" in name:
             values = paired(values, config.num_attention_heads)
-        if architecture == "llama" and "k_proj" in name:
+        if architecture in ("llama", "granite", "smollm3") and "k_proj" in name:
             values = paired(values, config.num_key_value_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values += 1
@@ -139,12 +154,19 @@ def written(
     return path if parts == 1 else paths[-1]
 
 
-def model_of(family: str = "llama") -> Any:
+def model_of(family: str = "llama", *, head_dim: int = SIZES["head_dim"]) -> Any:
     """A random model in fp32, whose norms are not all 1."""
     torch.manual_seed(1)
-    own = {"sliding_window": 16, "query_pre_attn_scalar": 32} if "gemma" in family else {}
+    own: dict[str, Any] = {"head_dim": head_dim}
+    if "gemma" in family:
+        own |= {"sliding_window": 16, "query_pre_attn_scalar": head_dim}
     if family == "gemma3":
         own["num_hidden_layers"] = 7  # of which the sixth has no window
+    if family == "smollm3":
+        own |= {"num_hidden_layers": 4, "pad_token_id": None}  # of which the last has no positions
+    if family == "granite":
+        own |= {"attention_multiplier": 0.3, "embedding_multiplier": 3.0}
+        own |= {"residual_multiplier": 0.4, "logits_scaling": 2.0}
     config = AutoConfig.for_model(FAMILIES[family], **SIZES | own)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for weight in model.parameters():

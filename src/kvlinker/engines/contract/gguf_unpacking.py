@@ -81,8 +81,14 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
 }
 """The architectures that are read, with transformers' names for them."""
+
+LIKE_LLAMA = ("llama", "granite", "smollm3")
+"""The architectures whose files have the rows of queries and keys in pairs, and may have biases."""
 
 ENTRIES = {
     "context_length": "max_position_embeddings",
@@ -97,6 +103,10 @@ ENTRIES = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 """The entries of a file's metadata, behind its architecture, that are ones of a configuration."""
 
@@ -115,14 +125,12 @@ PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 """The modules of a decoder by llama.cpp's names."""
 
-GEMMA_PARTS = PARTS | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+GEMMA_PARTS = PARTS | {"ffn_norm": "pre_feedforward_layernorm"}
 
 TEMPLATE = "tokenizer.chat_template"
 """The beginning of the names of chat templates, of which a file may have several."""
@@ -296,11 +304,9 @@ def _config(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
     entries.setdefault("head_dim", entries["hidden_size"] // heads)
     entries["vocab_size"] = tensors["token_embd.weight"].shape[0]
     entries["tie_word_embeddings"] = "output.weight" not in tensors
-    special = _special(metadata)
-    entries |= {
-        f"{name}_token_id": special[name] for name in special.keys() & {"bos", "eos", "pad"}
-    }
-    if architecture == "llama":
+    special = _special(metadata)  # a configuration's defaults are tokens of other vocabularies
+    entries |= {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
+    if architecture in LIKE_LLAMA:
         entries["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if architecture.startswith("gemma"):
         # The largest model of each generation scales queries by its width, as llama.cpp knows, too.
@@ -460,9 +466,9 @@ def _write_grouped(
 
 def _paired_heads(name: str, architecture: str, config: Any) -> int:
     """Return the heads of a tensor whose rows llama.cpp puts in pairs; 0 where it does not."""
-    if architecture == "llama" and ".self_attn.q_proj." in name:
+    if architecture in LIKE_LLAMA and ".self_attn.q_proj." in name:
         return int(config.num_attention_heads)
-    if architecture == "llama" and ".self_attn.k_proj." in name:
+    if architecture in LIKE_LLAMA and ".self_attn.k_proj." in name:
         return int(config.num_key_value_heads)
     return 0
 
