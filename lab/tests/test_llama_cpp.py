@@ -21,7 +21,7 @@ from kvlinker import LLM
 from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.settings import Settings, load_settings
 from kvlinker_lab.peers.llama_cpp_model import llama_context, llama_model
-from tests.engines.contract.test_gguf import FAMILIES, SIZES, model_of, written
+from tests.engines.contract.test_gguf import FAMILIES, model_of, written
 
 llama_cpp = pytest.importorskip("llama_cpp")
 
@@ -152,7 +152,7 @@ def test_log_probabilities_are_as_near_to_the_exact_ones(
 def test_each_architecture_computes_the_same(family: str, tmp_path: Path) -> None:
     """With random weights in fp32, which both read from one file; heads as wide as llama.cpp wants
     them in all of these."""
-    model = model_of(family, head_dim=SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    model = model_of(family, head_dim=16)
     file = written(model, tmp_path / "model.gguf")
     ids = list(range(3, 60))
     options = {"state_dir": tmp_path / "state", "disk_space": 0, "dtype": "float32"}
@@ -160,7 +160,7 @@ def test_each_architecture_computes_the_same(family: str, tmp_path: Path) -> Non
         ours = np.array(llm.score(ids).logprobs)
     with (
         llama_model(file) as theirs,
-        llama_context(theirs, SIZES["vocab_size"], 1, len(ids), 2) as context,
+        llama_context(theirs, model.config.vocab_size, 1, len(ids), 2) as context,
     ):
         told = logprobs_of(context.append(np.array([ids]), 0, last=len(ids)).copy(), ids)
     assert np.abs(ours - told).max() < 0.02  # its keys and values are in fp16

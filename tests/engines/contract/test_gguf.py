@@ -39,13 +39,14 @@ from kvlinker.engines.embedded.model_loading import load_model, read_weights
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import load_settings
 
+HEAD_DIM = 32
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": HEAD_DIM,
     "initializer_range": 0.1,
     "vocab_size": 300,
     "max_position_embeddings": 2048,
@@ -154,7 +155,7 @@ def written(
     return path if parts == 1 else paths[-1]
 
 
-def model_of(family: str = "llama", *, head_dim: int = SIZES["head_dim"]) -> Any:
+def model_of(family: str = "llama", *, head_dim: int = HEAD_DIM) -> Any:
     """A random model in fp32, whose norms are not all 1."""
     torch.manual_seed(1)
     own: dict[str, Any] = {"head_dim": head_dim}

@@ -44,8 +44,8 @@ UNPACKED = "unpacked"
 """The folder in the state directory with what GGUF files were unpacked into."""
 
 Form = Literal["bf16", "codes"]
-"""What a file is unpacked into: all weights in bfloat16, or in codes those of which native code
-multiplies by the codes, and only the others in bfloat16."""
+"""The form of an unpacked file: ``bf16`` has all weights in bfloat16, ``codes`` only those by whose
+codes native code does not multiply."""
 
 VERSION = 2
 """The version of these forms: each finds folders of its own."""

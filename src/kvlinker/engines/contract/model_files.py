@@ -113,7 +113,7 @@ def _without_copies() -> Iterator[None]:
     """Let what is a deep copy of a tokenizer be the tokenizer itself for a while: transformers
     copies the one that it has just read, which takes two seconds for Gemma's 262,144 tokens, and a
     hundred megabytes."""
-    copyreg.pickle(Tokenizer, lambda _: "the same")  # type: ignore[arg-type]
+    copyreg.pickle(Tokenizer, lambda _: "the same")
     try:
         yield
     finally:
