@@ -112,10 +112,11 @@ def soak(
     )
     device = choose_device(setup.settings.device)
     options = {"audit": audit, "host_memory": host_memory, "disk_space": disk_space}
+    usual = plan.policies[0]  # not auto, which is measured in idle time with chunks of its own
     with (
         model_to_serve(setup.settings, setup.shape) as settings,
         kvlinker_server(
-            settings, **options, max_variants=16, implicit_caches=library // 2
+            settings, **options, policy=usual, max_variants=16, implicit_caches=library // 2
         ) as server,
     ):
         result = run_soak(server, plan, disk_space=disk_space, on_row=_tell)

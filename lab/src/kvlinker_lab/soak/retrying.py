@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import EngineClosedError, ModelLoadingError
 from kvlinker.doors.client import ServerUnreachableError
 
 CONNECT_SECONDS = 0.5
@@ -56,7 +56,7 @@ async def retry(act: Callable[[], Awaitable[None]]) -> int:
         try:
             await act()
             return refused
-        except EngineClosedError as error:
+        except (EngineClosedError, ModelLoadingError) as error:
             pause = float(error.retry_after)
         except ServerUnreachableError as error:
             if isinstance(error.__cause__, httpx.ConnectError):

@@ -223,9 +223,10 @@ class _Soak:
         return checks.check_deletions(caches, await self._figures(), len(self._chunk_files()))
 
     def _chunk_files(self) -> list[int]:
-        """Return the sizes of all chunk files in bytes."""
+        """Return the sizes of all chunk files in bytes. Those of prefixes lie beside them."""
         assert self.server.state_dir is not None
-        return file_sizes(self.server.state_dir / "chunks", "*.safetensors")
+        folders = (self.server.state_dir / "chunks").glob("[0-9a-f][0-9a-f]")
+        return [size for folder in folders for size in file_sizes(folder, "*.safetensors")]
 
     def _state_checked(self) -> ReportCheck:
         """Check the state directory by ``kvlinker caches check``."""

@@ -19,6 +19,7 @@ from kvlinker.base.errors import (
     EngineClosedError,
     InvalidRequestError,
     KVLinkerError,
+    ModelLoadingError,
     ModelNotFoundError,
     OverloadedError,
     PermissionDeniedError,
@@ -238,10 +239,10 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
             "code": None,
             "param": None,
         }
-    if details["code"] == OverloadedError.code:
-        return OverloadedError(
-            details["message"], retry_after=int(response.headers.get("retry-after", 1))
-        )
+    for later in (OverloadedError, ModelLoadingError):
+        if details["code"] == later.code:
+            pause = int(response.headers.get("retry-after", 1))
+            return later(details["message"], retry_after=pause)
     if details["code"] == ContextCacheNotFoundError.code:
         return ContextCacheNotFoundError(_at(body, details["param"]))
     return _error_of(details, status=response.status_code)

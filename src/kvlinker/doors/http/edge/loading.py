@@ -24,8 +24,9 @@ from kvlinker.doors.http.edge.connections import (
 from kvlinker.doors.http.edge.draining import LAST_SECONDS, PROBES, REFUSED_HEADER, read_body
 from kvlinker.doors.http.edge.errors import error_response, name_request
 
-USUAL_SECONDS = 5
-"""The seconds after which clients come again while nothing is known of the rest."""
+USUAL_SECONDS, MOST_SECONDS = 5, 10
+"""The seconds after which clients come again while nothing is known of the rest, and at the latest:
+what is left is a rough guess at the beginning. Chosen by hand."""
 
 JOIN_SECONDS = 5.0
 """The longest wait for the last of these answers, before the server itself begins."""
@@ -69,7 +70,7 @@ def loading_app(loading: Loading) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         send = name_request(scope, send)
         await read_body(receive)
-        seconds = loading.seconds_left or USUAL_SECONDS
+        seconds = min(loading.seconds_left or USUAL_SECONDS, MOST_SECONDS)
         if scope["path"] == "/live":
             response = JSONResponse({"status": "alive"})
         elif scope["path"] in PROBES:
