@@ -195,6 +195,7 @@ OWN: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """Sizes that have to fit others of the same configuration."""
 
