@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvlinker.engines.contract import model_files
+from kvlinker.engines.contract import file_hashes
 from kvlinker.engines.contract.known_models import remembered_fingerprint
 from kvlinker.engines.embedded import model_loading, verdicts
 from kvlinker.engines.embedded.execution import compiling
@@ -34,7 +34,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module, name in ((model_loading, "require_exact"), (compiling, "program_error")):
         monkeypatch.setattr(module, name, noted(getattr(module, name)))
-    monkeypatch.setattr(model_files, "SETTLED_SECONDS", -60.0)
+    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -60.0)
     return ran
 
 
