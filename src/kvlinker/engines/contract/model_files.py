@@ -72,7 +72,7 @@ def read_model(
     kind = _model_class(config)
     if weights is None:
         return _read(kind, settings, dtype=dtype).to(device).eval(), tokenizer
-    (own,) = [own for known, own in kind._model_mapping.items() if known is type(config)]
+    own = kind._model_mapping[type(config)]
     model = own.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype)
     model.generation_config = _read(GenerationConfig, settings)
     return model.eval(), tokenizer

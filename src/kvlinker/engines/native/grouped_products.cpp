@@ -86,16 +86,36 @@ inline float f16_at(const uint8_t* header, int64_t index) {
     return number & 0x8000 ? -size : size;
 }
 
-// The code of an input of BITS bits, whose output's words begin at `at`.
+inline int32_t word_at(const uint8_t* at) {
+    int32_t word;
+    std::memcpy(&word, at, sizeof word);
+    return word;
+}
+
+// The codes of inputs [first, first + LANES) of BITS bits each, whose output's words begin at `at`; `first` is a multiple
+// of LANES.
 template <int BITS>
-inline int code_at(const uint8_t* at, int64_t input) {
-    constexpr int HIGH = BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
-    constexpr int LOW_WORDS = BITS == 8 ? 1 : INPUTS / 8, WORDS = LOW_WORDS + (HIGH && BITS < 8 ? 1 : 0);
-    const uint8_t* step = at + input / INPUTS * WORDS * STEP + input % 4;
-    if (BITS == 8) return *step;
-    const int part = input % INPUTS / 4;
-    const int low = step[part / 2 * STEP] >> part % 2 * 4 & 15;
-    return HIGH ? low | (step[LOW_WORDS * STEP] >> HIGH * part & ((1 << HIGH) - 1)) << 4 : low;
+inline Words codes_at(const uint8_t* at, int64_t first) {
+    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
+    constexpr int IN_WORD = BITS == 8 ? 4 : 8, WORDS = INPUTS / IN_WORD + (HIGH ? 1 : 0);
+    Words words, shifts, high_shifts;
+#pragma GCC unroll 4
+    for (int lane = 0; lane < LANES; lane += IN_WORD < LANES ? IN_WORD : LANES) {
+        const int64_t input = first + lane;
+        const int32_t word = word_at(at + (input / INPUTS * WORDS + input % INPUTS / IN_WORD) * STEP);
+#pragma GCC unroll 8
+        for (int next = lane; next < lane + IN_WORD && next < LANES; ++next) words[next] = word;
+    }
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; ++lane) {
+        const int group = static_cast<int>((first + lane) % INPUTS) / 4;
+        shifts[lane] = lane % 4 * 8 + (BITS == 8 ? 0 : group % 2 * 4);
+        high_shifts[lane] = lane % 4 * 8 + HIGH * group;
+    }
+    const Words low = words >> shifts & (BITS == 8 ? 255 : 15);
+    if (!HIGH) return low;
+    const int32_t high = word_at(at + (first / INPUTS * WORDS + WORDS - 1) * STEP);
+    return low | ((high + Words{}) >> high_shifts & ((1 << HIGH) - 1)) << 4;
 }
 
 template <int BITS, bool MINIMA>
@@ -111,10 +131,8 @@ void copy_rows(const WeightRows& rows) {
             const float scale = f16_at(header, lane), least = MINIMA ? f16_at(header, BLOCK + lane) : 0.0f;
             const uint8_t* words = header + HEADER + lane * sizeof(int32_t);
             for (int64_t first = 0; first < rows.group; first += LANES, to += LANES) {
-                Floats numbers;
-                for (int i = 0; i < LANES; ++i)
-                    numbers[i] = scale * static_cast<float>(code_at<BITS>(words, first + i) - MIDDLE) + least;
-                store_bf16(to, numbers);
+                const Words codes = codes_at<BITS>(words, first) - static_cast<int32_t>(MIDDLE);
+                store_bf16(to, scale * __builtin_convertvector(codes, Floats) + least);
             }
         }
     }
