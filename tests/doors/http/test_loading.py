@@ -11,10 +11,11 @@ from threading import Event
 import httpx
 import pytest
 
-from kvlinker.base.errors import KVLinkerError
+from kvlinker import Client
+from kvlinker.base.errors import KVLinkerError, ModelLoadingError
 from kvlinker.base.loading import Loading
 from kvlinker.doors.http.edge.address import AddressError, bind, listen, url_of
-from kvlinker.doors.http.edge.loading import answering_while_loading
+from kvlinker.doors.http.edge.loading import MOST_SECONDS, answering_while_loading
 from tests.waiting import PATIENCE
 
 
@@ -40,6 +41,23 @@ def test_a_server_that_loads() -> None:
             assert error["message"].startswith("Loading a-model: checking, 60%, about ")
             message = client.post("/v1/messages", json={}).json()
             assert (message["type"], message["error"]["type"]) == ("error", "overloaded_error")
+
+
+def test_clients_are_told_to_come_again_soon() -> None:
+    """However long the rest is thought to take."""
+    loading = Loading("a-model")
+    loading.report("checking", 0.5)
+    loading._began -= 1000
+    assert (loading.seconds_left or 0) > MOST_SECONDS
+    with closing(bind("127.0.0.1", 0)) as listener:
+        listen(listener)
+        with (
+            answering_while_loading(listener, loading, request_timeout=PATIENCE),
+            Client(url_of(listener)) as client,
+            pytest.raises(ModelLoadingError, match="Loading a-model: checking, 60%") as caught,
+        ):
+            client.list_caches()
+    assert caught.value.retry_after == MOST_SECONDS
 
 
 def test_the_port_stays_open_for_the_next_server() -> None:
@@ -105,4 +123,5 @@ def test_a_port_that_another_process_took_meanwhile() -> None:
 def test_nothing_is_known_of_the_rest_at_the_beginning() -> None:
     loading = Loading(str(Path("models") / "a"))
     assert str(loading) == "Loading models/a: starting, 0%"
+    loading.report("reading", 0.1)
     assert loading.seconds_left is None

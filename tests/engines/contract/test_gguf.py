@@ -24,7 +24,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from kvlinker import LLM
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.engines.contract import gguf_unpacking
-from kvlinker.engines.contract.gguf_files import Form, from_anywhere, gguf_files, known_ggufs
+from kvlinker.engines.contract.gguf_files import (
+    UnpackedForm,
+    from_anywhere,
+    gguf_files,
+    known_ggufs,
+)
 from kvlinker.engines.contract.gguf_reading import gguf_facts, read_gguf
 from kvlinker.engines.contract.gguf_unpacking import unpack, with_folder
 from kvlinker.engines.contract.grouped_codes import GROUPED_FILE
@@ -253,7 +258,9 @@ def test_weights_stay_the_codes_of_the_file(family: str, kind: str, tmp_path: Pa
     inputs = torch.randn(5, 64).bfloat16()
     by_codes, by_weights = (each.model.model.layers[1].mlp(inputs) for each in loaded.values())
     torch.testing.assert_close(by_codes, by_weights, rtol=0.05, atol=0.05 * by_weights.abs().max())
-    folders = {form: Path(with_folder(settings, form=form).model) for form in get_args(Form)}
+    folders = {
+        form: Path(with_folder(settings, form=form).model) for form in get_args(UnpackedForm)
+    }
     assert folders["codes"].parent == folders["bf16"].parent  # where neither removed the other
     assert load_file(folders["codes"] / "model.safetensors").keys() == {
         name for name, weight in weights.items() if weight.ndim == 1

@@ -43,7 +43,7 @@ OLLAMA_REFUSED = {
 UNPACKED = "unpacked"
 """The folder in the state directory with what GGUF files were unpacked into."""
 
-Form = Literal["bf16", "codes"]
+UnpackedForm = Literal["bf16", "codes"]
 """The form of an unpacked file: ``bf16`` has all weights in bfloat16, ``codes`` only those by whose
 codes native code does not multiply."""
 
@@ -94,7 +94,7 @@ def gguf_files(model: str) -> tuple[Path, ...]:
     return () if is_other and not part else _chosen(model, folder, part)
 
 
-def unpacked_folder(settings: Settings, form: Form) -> Path | None:
+def unpacked_folder(settings: Settings, form: UnpackedForm) -> Path | None:
     """Return the folder into which the GGUF files of ``settings.model`` are, or will be, unpacked;
     None where it names none. Another version of the files has another folder, beside the first."""
     if not (files := gguf_files(settings.model)):

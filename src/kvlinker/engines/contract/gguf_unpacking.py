@@ -32,7 +32,7 @@ from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.loading import Report, part_of, unreported
 from kvlinker.base.system import allocate
 from kvlinker.engines.contract.file_hashes import file_hashes
-from kvlinker.engines.contract.gguf_files import Form, gguf_files, unpacked_folder
+from kvlinker.engines.contract.gguf_files import UnpackedForm, gguf_files, unpacked_folder
 from kvlinker.engines.contract.gguf_reading import GGUF, Place, Tensors, read_gguf
 from kvlinker.engines.contract.grouped_codes import (
     BLOCK,
@@ -169,7 +169,7 @@ SPLIT_AS_GPT2 = frozenset(("gpt-2",))
 
 
 def with_folder(
-    settings: Settings, report: Report = unreported, *, form: Form = "bf16"
+    settings: Settings, report: Report = unreported, *, form: UnpackedForm = "bf16"
 ) -> Settings:
     """Return the settings with a folder as their model: where it is GGUF, one in the state
     directory into which its files are unpacked, in ``form``, if they have not been. transformers
@@ -193,7 +193,7 @@ def with_folder(
     return settings.model_copy(update={"model": str(folder)})
 
 
-def _unpack_alone(files: Sequence[Path], folder: Path, form: Form, report: Report) -> None:
+def _unpack_alone(files: Sequence[Path], folder: Path, form: UnpackedForm, report: Report) -> None:
     """Unpack into ``folder``, in place of older versions and of what a killed process has begun,
     and note the hashes of the files there."""
     content, _, _ = folder.name.partition("-")
@@ -215,7 +215,7 @@ def _unpack_alone(files: Sequence[Path], folder: Path, form: Form, report: Repor
 
 
 def unpack(
-    files: Sequence[Path], folder: Path, report: Report = unreported, *, form: Form = "bf16"
+    files: Sequence[Path], folder: Path, report: Report = unreported, *, form: UnpackedForm = "bf16"
 ) -> None:
     """Write the model of GGUF ``files`` into ``folder``, as transformers reads it: the weights in
     bfloat16, or as they are where none is quantised. In the form ``codes``, those that native code
@@ -239,7 +239,7 @@ def unpack(
         raise ModelLoadError(f"{files[0]} makes no sense as a model: {why}") from error
 
 
-def _unpack(whole: GGUF, folder: Path, form: Form, report: Report) -> None:
+def _unpack(whole: GGUF, folder: Path, form: UnpackedForm, report: Report) -> None:
     metadata, tensors = whole
     architecture = str(metadata.get("general.architecture"))
     if (kind := metadata.get("general.type", "model")) != "model":
