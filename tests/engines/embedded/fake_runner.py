@@ -188,7 +188,7 @@ class FakeRunner(Runner):
         self.begun_seconds = 0.0
 
     def accepts_layers(self, batch: Batch) -> bool:
-        return batch.is_plain
+        return batch.is_plain and not batch.captured
 
     def compute_layers(self, batch: Batch, until: float) -> tuple[StepResult, float] | None:
         if self.begun is None or self.begun[0] is not batch:

@@ -220,6 +220,19 @@ class Batch:
         """The runs whose attention is observed, with the tokens of the batch that they have."""
         return [each for each in self.rows if each[0].observer is not None]
 
+    @cached_property
+    def captured(self) -> list[tuple[Run, slice]]:
+        """The runs whose KV is captured, with the tokens of the batch that they have."""
+        return [each for each in self.rows if each[0].capture is not None]
+
+    def capture(self, layer: int, kv: LayerKV) -> None:
+        """Let the runs whose KV is captured have theirs in one of the layers that keep any; ``kv``
+        is that of all tokens, un-rotated."""
+        for run, rows in self.captured:
+            assert run.capture is not None
+            mine = LayerKV.of_parts([part[:, rows] for part in kv.parts])
+            run.capture.record(layer, run.start, mine)
+
     @property
     def logit_rows(self) -> list[int]:
         """The tokens whose logits are wanted, by their index in the batch."""
@@ -232,10 +245,10 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """True if its tokens are only computed, and perhaps observed: none is recorded or dropped,
-        and all chunks are there."""
+        """True if its tokens are only computed, and perhaps observed or captured: none is scored or
+        dropped, and all chunks are there."""
         for run in self.runs:
-            if run.capture is not None or run.refinement is not None or run.logprobs is not None:
+            if run.refinement is not None or run.logprobs is not None:
                 return False
         for _, chunk in self.shared:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:

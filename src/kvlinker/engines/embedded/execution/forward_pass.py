@@ -260,10 +260,7 @@ class ForwardPass:
         self._kernel.write(plan, kv.key, kv.value, self._slots, self._layers[index].rotary, pool)
         if self._layers[index].indexer is not None:
             kv = replace(kv, index=self._pick(index, views))
-        for run, rows in self._batch.rows:
-            if run.capture is not None:
-                mine = LayerKV.of_parts([part[:, rows] for part in kv.parts])
-                run.capture.record(into, run.start, mine)
+        self._batch.capture(into, kv)
         return query
 
     def _pick(self, index: int, views: Sequence[View]) -> Tensor:

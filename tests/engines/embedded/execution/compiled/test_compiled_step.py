@@ -13,6 +13,7 @@ from kvlinker.engines.embedded.attention.kernels import native_attention
 from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
 from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.engines.embedded.execution.batch import Batch
+from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.execution.compiled.bound_program import (
     BoundModule,
     BoundProgram,
@@ -235,6 +236,57 @@ def test_observers_see_the_attention_of_modules(family):
         np.testing.assert_allclose(ours.sum(axis=1), expected.sum(axis=1), atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma3",
+        "gemma4-shared-two-sizes",
+        "gpt_oss-sinks",
+        "minicpm3-latents",
+        "qwen3_5-states",
+    ],
+)
+def test_the_kv_that_is_captured_is_the_modules(family):
+    loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
+    assert isinstance(loaded.program, Program), loaded.program
+    plain = prompt_batch(40, 7, 21)
+    found, logits = [], []
+    for compiled in (True, False):
+        captures = [
+            Capture(
+                loaded.anatomy, [(2, len(run.tokens) - 1)], dtype=torch.bfloat16, first_tokens=1
+            )
+            for run in plain.runs
+        ]
+        runs = tuple(
+            replace(run, capture=capture) for run, capture in zip(plain.runs, captures, strict=True)
+        )
+        runner = runner_of(loaded, compiled=compiled)
+        batch = Batch(runs, plain.visible_kv)
+        assert not compiled or runner._compiled.takes(batch)
+        logits.append(runner.step(batch).logits)
+        found.append([kv for capture in captures for kv in capture.finish()])
+    uncaptured = runner_of(loaded).step(plain).logits
+    for owner, expected in uncaptured.items():
+        assert torch.equal(logits[0][owner], expected), "captures change nothing"
+    pairs = 0
+    for ours, expected in zip(*found, strict=True):
+        for part, other in zip(_tensors(ours), _tensors(expected), strict=True):
+            pairs += 1
+            assert 0 < other.norm()
+            assert (part - other).norm() < 2e-2 * other.norm()
+    assert pairs >= 2 * len(plain.runs)
+
+
+def _tensors(kv):
+    for layer in kv.layers:
+        yield from layer.parts
+    for state in kv.states:
+        yield state.mixed
+        yield from state.effect or ()
+
+
 class _Unready:
     """An observer that is shown what was not computed."""
 
@@ -262,7 +314,7 @@ def test_steps_that_are_watched_are_the_modules(llama, monkeypatch):
     runner.step(prompt_batch(5))
     assert len(taken) == 1
     batch = prompt_batch(5)
-    for changes in ({"capture": object()}, {"refinement": object()}, {"logprobs": object()}):
+    for changes in ({"refinement": object()}, {"logprobs": object()}):
         watched = Batch((replace(batch.runs[0], **changes),), batch.visible_kv)
         assert not runner._compiled.takes(watched)
     assert not runner._compiled.takes(prompt_batch(ROW_LIMIT, 1))

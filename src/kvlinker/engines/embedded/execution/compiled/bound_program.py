@@ -39,6 +39,7 @@ from kvlinker.engines.embedded.model.weights.native_products import (
     products_of,
 )
 from kvlinker.engines.embedded.model.weights.native_products import Product as NativeProduct
+from kvlinker.store.chunk_kv import LayerKV
 
 
 class StepOperand(ctypes.Structure):
@@ -177,7 +178,14 @@ class BoundProgram:
     def query(self, attention: RecordedAttention) -> Tensor:
         """Return the queries of all rows, which lie there until the next operation: [heads, rows,
         key_dim]."""
-        place = attention.query
+        return self._numbers(attention.query)
+
+    def kv(self, attention: RecordedAttention) -> LayerKV:
+        """Return the keys, un-rotated, and values of all rows, which lie there until the next
+        operation: [heads, rows, key_dim or value_dim]."""
+        return LayerKV(self._numbers(attention.key), self._numbers(attention.value))
+
+    def _numbers(self, place: HeadsPlace) -> Tensor:
         numbers = self._memory[place.memory].view(torch.bfloat16)
         shape = place.heads, self.rows, place.dim
         return numbers.as_strided(shape, (place.head, place.row, 1), place.offset)

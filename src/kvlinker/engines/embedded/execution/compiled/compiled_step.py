@@ -128,8 +128,9 @@ class CompiledStep:
 
     def accepts_layers(self, batch: Batch) -> bool:
         """Return whether ``begin`` takes the batch: native code computes it without asking for
-        states or latents, and nobody observes it."""
-        return not self._needs_forward and not batch.observed and self.takes(batch)
+        states or latents, and nobody observes it or captures its KV."""
+        watched = batch.observed or batch.captured
+        return not self._needs_forward and not watched and self.takes(batch)
 
     def begin(self, batch: Batch) -> LayeredPass:
         """Return a pass over a batch for which ``accepts_layers`` returns true; nothing of it is
@@ -154,8 +155,8 @@ class CompiledStep:
         forward = self._forward(batch)
         prepared = self._prepare(batch, self._whole, forward)
         with nullcontext() if forward is None else intercepted(forward):
-            if batch.observed:
-                self._compute_observed(batch, prepared)
+            if batch.observed or batch.captured:
+                self._compute_watched(batch, prepared)
             else:
                 self._run(self._whole.bound, prepared.step, 0, len(self._program.operations))
         owners = batch.logit_owners
@@ -209,15 +210,20 @@ class CompiledStep:
         held = (batch, ids, slots, wanted, plans, sight_of, rotations, layers)
         return _Prepared(step, positions, segments, held)
 
-    def _compute_observed(self, batch: Batch, prepared: _Prepared) -> None:
-        """Compute the step up to each attention in turn, which is then shown to observers."""
+    def _compute_watched(self, batch: Batch, prepared: _Prepared) -> None:
+        """Compute the step up to each attention in turn, which is then shown to observers, and the
+        new KV to those that capture it."""
         observation = Observation(batch.observed, native=True)
         bound, positions, segments = self._whole.bound, prepared.positions, prepared.segments
         begin = 0
         for number, operation in enumerate(self._program.operations, start=1):
-            if isinstance(operation, RecordedAttention):
-                self._run(bound, prepared.step, begin, number)
-                begin, index = number, operation.layer
+            if not isinstance(operation, RecordedAttention):
+                continue
+            self._run(bound, prepared.step, begin, number)
+            begin, index = number, operation.layer
+            if self._layers[index].source is None:
+                batch.capture(self._pool.kept_by[index], bound.kv(operation))
+            if batch.observed:
                 layer = LayerAttention(
                     segments.plan(index)[0],
                     positions,

@@ -101,7 +101,7 @@ class GraphedSteps:
 
     def _result(self, batch: Batch) -> StepResult | None:
         tokens = sum(len(run.tokens) for run in batch.runs)
-        if not batch.is_plain or batch.observed or tokens > ROW_LIMIT:
+        if not batch.is_plain or batch.observed or batch.captured or tokens > ROW_LIMIT:
             return None
         segments = BatchSegments(batch, self._layers, self._pool, self.kernel, self._ahead)
         plans, numbers = segments.plans()
