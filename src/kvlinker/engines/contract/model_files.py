@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -72,10 +74,27 @@ def read_model(
     kind = _model_class(config)
     if weights is None:
         return _read(kind, settings, dtype=dtype).to(device).eval(), tokenizer
-    own = kind._model_mapping[type(config)]
-    model = own.from_pretrained(None, config=config, state_dict=dict(weights), dtype=dtype)
+    with _parameters_without_memory():
+        model = kind.from_config(config, dtype=dtype)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
     model.generation_config = _read(GenerationConfig, settings)
     return model.eval(), tokenizer
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Let parameters of the modules that are made in the block have no memory, nor numbers. Their
+    buffers have: to compute those without memory, as transformers does, PyTorch would import SymPy
+    and more, which takes half a second."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        on_meta = None if param is None else nn.Parameter(param.to("meta"), requires_grad=False)
+        register(module, name, on_meta)
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta), no_init_weights():
+        yield
 
 
 def _model_class(config: Any) -> Any:

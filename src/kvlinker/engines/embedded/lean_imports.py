@@ -1,16 +1,20 @@
-"""Imports transformers without the libraries that kvlinker does not use, in processes that run a
-command of kvlinker: these libraries take more than half of the time until a model is read."""
+"""Imports transformers without the libraries and tables that kvlinker does not use, in processes
+that run a command of kvlinker: these take more than half of the time until a model is read."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from kvlinker.base import own_process
+
+FAMILIES, DISTRIBUTED = "transformers.models", "torch.distributed.tensor"
 
 COMPILER, INDICES = "torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op"
 """PyTorch's compiler, and its module of a class that transformers uses without compiling."""
@@ -28,22 +32,70 @@ def import_transformers() -> None:
     import torch
 
     built_for = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
-    hidden = {"scipy", "sklearn"} if any(built_for) else {"scipy", "sklearn", "triton"}
+    for_cpus = not any(built_for)
+    hidden = {"scipy", "sklearn", "triton"} if for_cpus else {"scipy", "sklearn"}
     hidden -= sys.modules.keys()
+    _forgo_distributed_tensors()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
+    # Transformers reads all packages' lists of files to learn which brought which module, and needs
+    # that to tell the kinds of flash attention apart, which are for GPUs.
+    known = {} if for_cpus else metadata.packages_distributions()
     try:
-        with without_compiler():
+        with without_compiler(), patch.object(metadata, "packages_distributions", lambda: known):
+            import transformers
+
+            sys.modules.setdefault(FAMILIES, _families(transformers))
             from transformers.utils.import_utils import is_torch_distributed_available
 
             is_torch_distributed_available()  # which remembers the answer
             import transformers.modeling_utils
-            import transformers.models.auto.modeling_auto  # noqa: F401
+            import transformers.models.auto.modeling_auto
     finally:
         torch.distributed.is_available = is_available
         for library in hidden:
             del sys.modules[library]
+
+
+def _families(transformers: ModuleType) -> ModuleType:
+    """Return the package of transformers' families, which finds each where it is asked for.
+    Transformers' own first reads all files of all families, as the package around it has done."""
+    spec = find_spec(FAMILIES)
+    assert spec is not None, "transformers has families"
+    families = module_from_spec(spec)
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return import_module(f"{FAMILIES}.{name}")
+        except ModuleNotFoundError:
+            return getattr(transformers, name)
+
+    families.__dict__["__getattr__"] = find
+    return families
+
+
+def _forgo_distributed_tensors() -> None:
+    """Let PyTorch tell distributed tensors from others without importing them: it asks for their
+    class at the first function of any class of tensors, such as weights in codes, and remembers
+    it."""
+    import torch
+
+    class Probe(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return args[0]
+
+    distributed = ModuleType(DISTRIBUTED)
+    distributed.__dict__["DTensor"] = type("DTensor", (), {})
+    if sys.modules.setdefault(DISTRIBUTED, distributed) is distributed:
+        probe = torch.Tensor._make_wrapper_subclass(Probe, (1,))
+        probe.detach()
+        del sys.modules[DISTRIBUTED]
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from kvlinker.engines.embedded.model.states.recurrence import (
     tensors_held,
 )
 from kvlinker.engines.embedded.model.states.rules import RuleCall
+from kvlinker.engines.embedded.model.weights.coded import skipped_products
 
 
 def anatomy_of(model: Any) -> Anatomy:
@@ -106,6 +107,7 @@ def _looked_at(model: Any, tracer: _Tracer) -> int:
         _watched(model, tracer),
         attention_of(model, ATTENTION_NAME),
         intercepted(tracer),
+        skipped_products(),
         torch.inference_mode(),
     ):
         output = model(

@@ -3,7 +3,9 @@ with them: they become numbers only while they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,19 @@ aten = torch.ops.aten
 
 SAME = (aten.detach.default, aten.alias.default)
 """The functions that return the weight that they are given."""
+
+_ARE_SKIPPED = ContextVar("_ARE_SKIPPED", default=False)
+
+
+@contextmanager
+def skipped_products() -> Iterator[None]:
+    """Let products by coded weights be zero in the block, for passes that are watched for their
+    structure alone: to read all codes would take most of their time."""
+    token = _ARE_SKIPPED.set(True)
+    try:
+        yield
+    finally:
+        _ARE_SKIPPED.reset(token)
 
 
 class CodedWeight(Tensor):
@@ -68,6 +83,9 @@ class CodedWeight(Tensor):
             if func is aten.embedding.default:
                 ids = args[1]
                 return first.matrix.rows(ids.flatten()).view(*ids.shape, -1)
+        if func is aten.linear.default and _ARE_SKIPPED.get():
+            inputs, weight, *_ = args
+            return inputs.new_zeros(*inputs.shape[:-1], len(weight))
         return func(*tree_map(_dense, args), **tree_map(_dense, dict(kwargs or {})))
 
 
