@@ -26,4 +26,4 @@ def importing() -> Iterator[None]:
     objects that exist at its end."""
     with pause_collector():
         yield
-    gc.freeze()
+        gc.freeze()  # before it is on again, or it would collect all of them at once

@@ -42,6 +42,7 @@ from kvlinker.engines.contract.grouped_codes import (
     codes_of,
     grouped_blocks,
 )
+from kvlinker.engines.contract.lean_reading import parameters_without_memory, without_copies
 from kvlinker.settings import Settings
 from kvlinker.store.format.durability import synchronize
 
@@ -260,7 +261,7 @@ def _unpack(whole: GGUF, folder: Path, form: UnpackedForm, report: Report) -> No
     dtype = PLAIN.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
     config = _config(metadata, tensors)
     config.dtype = dtype
-    with torch.device("meta"):
+    with parameters_without_memory():
         model = AutoModelForCausalLM.from_config(config)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     shapes = {
@@ -582,11 +583,13 @@ def _tokenizer(metadata: Mapping[str, Any]) -> Any:
         for key, text in metadata.items()
         if key.startswith(TEMPLATE) and isinstance(text, str)
     }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_mended(made, len(words), whole_words=split in WHOLE_WORDS),
-        chat_template=templates["default"] if list(templates) == ["default"] else templates or None,
-        **{f"{name}_token": words[number] for name, number in _special(metadata).items()},
-    )
+    template = templates["default"] if list(templates) == ["default"] else templates or None
+    with without_copies():
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=_mended(made, len(words), whole_words=split in WHOLE_WORDS),
+            chat_template=template,
+            **{f"{name}_token": words[number] for name, number in _special(metadata).items()},
+        )
     if split in DIGITS_ALONE:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -609,6 +612,8 @@ def _mended(tokenizer: Tokenizer, count: int, *, whole_words: bool) -> Tokenizer
     """Return a tokenizer without the tokens that are not among the ``count`` of its vocabulary:
     transformers adds GPT-2's own end to each of its kind, and no model has an embedding for it.
     With ``whole_words``, words that are tokens are so though no merges lead there."""
+    if not whole_words and all(each < count for each in tokenizer.get_added_tokens_decoder()):
+        return tokenizer
     described = json.loads(tokenizer.to_str())
     described["added_tokens"] = [each for each in described["added_tokens"] if each["id"] < count]
     if whole_words:

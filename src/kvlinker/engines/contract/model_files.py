@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copyreg
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import torch
 from blake3 import blake3
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,7 +21,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -35,6 +30,7 @@ from kvlinker.base.loading import Report, unreported
 from kvlinker.base.threads import set_threads
 from kvlinker.engines.contract.file_hashes import file_hashes
 from kvlinker.engines.contract.gguf_unpacking import ORIGIN, with_folder
+from kvlinker.engines.contract.lean_reading import parameters_without_memory, without_copies
 from kvlinker.engines.contract.model_place import (
     CONFIG,
     WANTED,
@@ -74,27 +70,12 @@ def read_model(
     kind = _model_class(config)
     if weights is None:
         return _read(kind, settings, dtype=dtype).to(device).eval(), tokenizer
-    with _parameters_without_memory():
+    with parameters_without_memory():
         model = kind.from_config(config, dtype=dtype)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     model.generation_config = _read(GenerationConfig, settings)
     return model.eval(), tokenizer
-
-
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Let parameters of the modules that are made in the block have no memory, nor numbers. Their
-    buffers have: to compute those without memory, as transformers does, PyTorch would import SymPy
-    and more, which takes half a second."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        on_meta = None if param is None else nn.Parameter(param.to("meta"), requires_grad=False)
-        register(module, name, on_meta)
-
-    with patch.object(nn.Module, "register_parameter", register_on_meta), no_init_weights():
-        yield
 
 
 def _model_class(config: Any) -> Any:
@@ -111,7 +92,7 @@ def _model_class(config: Any) -> Any:
 def read_tokenizer(settings: Settings, **options: Any) -> Any:
     """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as
     ``revision``. Raises ModelLoadError when it cannot be loaded."""
-    with _without_copies():
+    with without_copies():
         tokenizer = _read(AutoTokenizer, settings, **options)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelLoadError(
@@ -125,18 +106,6 @@ def sampling_defaults(generation_config: Any) -> dict[str, float]:
     none of them: requests choose greedy decoding by temperature 0."""
     found = {name: getattr(generation_config, name, None) for name in RECOMMENDED}
     return {name: value for name, value in found.items() if value is not None}
-
-
-@contextmanager
-def _without_copies() -> Iterator[None]:
-    """Let what is a deep copy of a tokenizer be the tokenizer itself for a while: transformers
-    copies the one that it has just read, which takes two seconds for Gemma's 262,144 tokens, and a
-    hundred megabytes."""
-    copyreg.pickle(Tokenizer, lambda _: "the same")
-    try:
-        yield
-    finally:
-        copyreg.dispatch_table.pop(Tokenizer, None)
 
 
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:
