@@ -47,7 +47,7 @@ def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
     names = (
         "agent-replays agents attention codecs contention conversation creation fleet handovers"
         " isolation load memory neighbour overhead peers products recognition roofline router soak"
-        " steps store tool-calls walk"
+        " soft-prefaces steps store tool-calls walk"
     )
     declared = declared_benchmarks("kvlinker_lab")
     assert " ".join(declared) == names

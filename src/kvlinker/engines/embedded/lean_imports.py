@@ -85,7 +85,7 @@ def _forgo_distributed_tensors() -> None:
 
     class Probe(torch.Tensor):
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             return args[0]
