@@ -16,8 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import Chunk, ContextCache, chunk_key
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.requests.request import Request

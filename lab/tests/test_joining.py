@@ -10,7 +10,7 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.segments import Passage, PromptText
-from kvlinker.service.implicit import recognition
+from kvlinker.service.implicit import caches
 from kvlinker_lab import joining
 from kvlinker_lab.joining import Recognised, Template, find_template, recognise
 
@@ -55,9 +55,9 @@ class Finding:
     def __init__(self, *found: tuple[int, int]) -> None:
         self.found = found
 
-    def read(self, texts: list[PromptText], *, tenant: str) -> recognition.Recognised:
+    def read(self, texts: list[PromptText], *, tenant: str) -> caches.Recognised:
         (text,) = texts
-        return recognition.Recognised([Passage(text, *span) for span in self.found])
+        return caches.Recognised([Passage(text, *span) for span in self.found])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvlinker.async_llm import AsyncLLM
     from kvlinker.base.errors import KVLinkerError
-    from kvlinker.base.types.context_cache import ContextCache
+    from kvlinker.base.types.chunks import ContextCache
     from kvlinker.base.types.grammars import AnswerGrammar
     from kvlinker.base.types.sampling import SamplingParams
     from kvlinker.doors.client import AsyncClient, Client, Workflow
@@ -35,7 +35,7 @@ _HOMES = {
     "AsyncClient": "kvlinker.doors.client",
     "AsyncLLM": "kvlinker.async_llm",
     "Client": "kvlinker.doors.client",
-    "ContextCache": "kvlinker.base.types.context_cache",
+    "ContextCache": "kvlinker.base.types.chunks",
     "KVLinkerError": "kvlinker.base.errors",
     "SamplingParams": "kvlinker.base.types.sampling",
     "Workflow": "kvlinker.doors.client",

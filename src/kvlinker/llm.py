@@ -88,8 +88,8 @@ from kvlinker.service.context_caches.checks import (
 from kvlinker.service.context_caches.creation import Metadata
 from kvlinker.service.context_caches.kept_answers import KeepRequest
 from kvlinker.service.embedding import EmbeddingInput, embedder_of
-from kvlinker.service.prompt_calls import PreparedRequest, RequestTools
 from kvlinker.service.reading import ReadOptions, ReadPrompt
+from kvlinker.service.reading.reader import PreparedRequest, RequestTools
 from kvlinker.service.startup import EmbeddedSource, EngineSource, Parts, engine_source
 from kvlinker.settings import AUTO, Options, Settings, load_settings
 from kvlinker.store import UNCHANGED, ContextCache, Page, TierUsage, Unchanged

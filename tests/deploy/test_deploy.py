@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from kvlinker.cli import app
 from kvlinker.cli.console import BAD_USAGE
-from kvlinker.doors.http.edge.access import OPEN_PATHS
+from kvlinker.doors.http.edge.guards import OPEN_PATHS
 from kvlinker.settings import Settings, load_settings
 from tests.deploy.documents import (
     DEPLOY,

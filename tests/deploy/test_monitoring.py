@@ -23,7 +23,7 @@ from kvlinker.base.events import (
     SuccessorsPredicted,
     TierUnavailable,
 )
-from kvlinker.doors.http.edge.access import OPEN_PATHS
+from kvlinker.doors.http.edge.guards import OPEN_PATHS
 from tests.deploy.documents import DEPLOY, dashboard, documents_of, rules, settings_given
 from tests.doors.http.serving import Served
 

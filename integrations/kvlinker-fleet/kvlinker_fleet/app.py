@@ -13,8 +13,7 @@ from fastapi import FastAPI, Response
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.installing import install_command
 from kvlinker.doors.http import pages
-from kvlinker.doors.http.edge.draining import Drain
-from kvlinker.doors.http.edge.guards import add_guards
+from kvlinker.doors.http.edge.guards import Drain, add_guards
 from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.settings import Settings
 from kvlinker_fleet import views

@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ValidationError
 
 from kvlinker.base.errors import EngineClosedError, PermissionDeniedError
-from kvlinker.doors.http.edge.access import CallerParam
+from kvlinker.doors.http.edge.guards import CallerParam
 from kvlinker.doors.http.fields.audit import AuditObject
 from kvlinker.doors.http.fields.server_status import (
     PromptTokenCounts,

@@ -14,7 +14,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.prompting.segments import PromptText, Span, TokenPlaces
 
 if TYPE_CHECKING:
-    from kvlinker.service.implicit.recognition import Recognizer
+    from kvlinker.service.implicit.caches import Recognizer
 
 PLAIN = "Answer the question by the context.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 

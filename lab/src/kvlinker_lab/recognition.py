@@ -35,7 +35,7 @@ from kvlinker_lab.joining import (
 
 if TYPE_CHECKING:
     from kvlinker.llm import LLM
-    from kvlinker.service.implicit.recognition import Recognizer
+    from kvlinker.service.implicit.caches import Recognizer
 
 COLUMNS = (
     "dataset",
@@ -151,7 +151,7 @@ class _Answered:
 def _measure(
     llm: LLM, questions: Sequence[Question], template: Template, progress: Progress
 ) -> Row:
-    from kvlinker.service.implicit.recognition import Recognizer
+    from kvlinker.service.implicit.caches import Recognizer
 
     recognizer = Recognizer(
         llm.catalog, llm.builder.encoder, llm.events, fingerprint=llm.engine.fingerprint

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker_lab.load.driver import (
     BROKEN_OFF,
     CONNECTION,

@@ -20,7 +20,7 @@ from kvlinker.base.types.answers import (
     TokenLogprob,
     Usage,
 )
-from kvlinker.base.types.context_cache import KeptAnswer, LinkedCache
+from kvlinker.base.types.chunks import KeptAnswer, LinkedCache
 from kvlinker.base.types.tools import ToolCall
 from kvlinker.engines.contract.contract import (
     Failed,

@@ -23,7 +23,7 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.installing import install_command
 from kvlinker.base.threads import compute_serially
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.engines.contract.model_files import choose_device
 from kvlinker.prompting.encoding import LengthLimit, TextEncoder, require_unicode
 from kvlinker.settings import Settings

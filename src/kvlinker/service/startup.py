@@ -15,10 +15,9 @@ import torch
 from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.loading import Report, unreported
 from kvlinker.base.types.messages import Implicit
-from kvlinker.engines.contract.contract import Engine
+from kvlinker.engines.contract.contract import Engine, engine_closed
 from kvlinker.engines.contract.gguf_unpacking import with_folder
 from kvlinker.engines.contract.joining import joining_engine
-from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.chunks.variants import VariantLibrary
 from kvlinker.engines.embedded.engine import EmbeddedEngine
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -30,8 +29,7 @@ from kvlinker.service.context_caches import ChunkTexts, ContextCaches
 from kvlinker.service.context_caches.kept_answers import AnswerKeeper
 from kvlinker.service.embedding import Embedder
 from kvlinker.service.implicit.ahead import PassagesAhead
-from kvlinker.service.implicit.caches import ImplicitCaches
-from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.implicit.caches import ImplicitCaches, Recognizer
 from kvlinker.service.reading import ContentReader
 from kvlinker.service.residency import Residency
 from kvlinker.service.state import open_state

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvlinker.base.errors import StoreError
 from kvlinker.base.events import ChunkNamed, Events
-from kvlinker.base.types.chunks import Eviction
-from kvlinker.base.types.context_cache import (
+from kvlinker.base.types.chunks import (
     UNCHANGED,
     ContextCache,
+    Eviction,
     Page,
     Unchanged,
     new_context_cache_id,

@@ -16,8 +16,8 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import tenant_of_key
-from kvlinker.doors.http.edge.access import hosts_to_check
 from kvlinker.doors.http.edge.address import bind, check_address, url_of
+from kvlinker.doors.http.edge.guards import hosts_to_check
 from kvlinker.settings import load_settings
 from tests.doors.http.serving import Served, serving
 from tests.waiting import PATIENCE

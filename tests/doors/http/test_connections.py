@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvlinker.doors.http.edge import connections
 from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.doors.http.edge.connections import EngineServer, server_config
-from kvlinker.doors.http.edge.draining import Drain
+from kvlinker.doors.http.edge.guards import Drain
 from tests.doors.http.serving import Served, serving
 
 HEAD = (

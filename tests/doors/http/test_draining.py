@@ -19,13 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.doors.http.app import create_app
-from kvlinker.doors.http.edge.access import Access
 from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.doors.http.edge.connections import EngineServer, server_config
-from kvlinker.doors.http.edge.draining import Drain, DrainReport
-from kvlinker.doors.http.edge.guards import Guard
+from kvlinker.doors.http.edge.guards import Access, Drain, DrainReport, Guard
 from kvlinker.doors.http.models import ServedModel
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.settings import Settings
 from tests.doors.http.fake_engine import FakeEngine
 from tests.doors.http.serving import Served
@@ -218,7 +216,7 @@ async def test_what_does_not_end_when_it_is_cut_off_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As threads do not. What it sends later goes nowhere."""
-    monkeypatch.setattr("kvlinker.doors.http.edge.draining.LAST_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.doors.http.edge.guards.LAST_SECONDS", 0.0)
     sent: list[Message] = []
     goes_on, ended = asyncio.Event(), asyncio.Event()
 

@@ -240,7 +240,7 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
     def broken(*_: Any) -> None:
         raise InvalidRequestError("no reader", param="messages")
 
-    monkeypatch.setattr("kvlinker.service.prompt_calls.RequestTools.reader", broken)
+    monkeypatch.setattr("kvlinker.service.reading.reader.RequestTools.reader", broken)
     assert faked.post(PATH, {"input": "Hi"}).json()["error"]["param"] == "input"
     assert engine.requests == []
 

@@ -2,8 +2,12 @@ import pytest
 
 from kvlinker.base.errors import InvalidRequestError, OverloadedError, PolicyError
 from kvlinker.base.types.sampling import SamplingParams
-from kvlinker.engines.contract.contract import GenerationRequest
-from kvlinker.engines.contract.limits import check_room, check_supported, check_wait
+from kvlinker.engines.contract.contract import (
+    GenerationRequest,
+    check_room,
+    check_supported,
+    check_wait,
+)
 from kvlinker.linking import parse_policy
 from tests.linking.test_policies import chunk_prompt
 

@@ -23,11 +23,10 @@ from kvlinker.engines.embedded.execution.runner import Runner
 from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.loop import EngineLoop
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
-from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
+from kvlinker.engines.embedded.requests.sequence import Refining, SequenceSlots, TokenSequence
 from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, StepComposer
 from kvlinker.engines.embedded.scheduling.queues import Admission
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
-from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement

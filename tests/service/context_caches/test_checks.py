@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.context_cache import END_OF_TIME, MAX_TTL, UNCHANGED
+from kvlinker.base.types.chunks import END_OF_TIME, MAX_TTL, UNCHANGED
 from kvlinker.service.context_caches.checks import (
     check_fields,
     check_limit,

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import AnswerPiece, Delta, Timing, Usage
-from kvlinker.base.types.context_cache import KeptAnswer
+from kvlinker.base.types.chunks import KeptAnswer
 from kvlinker.engines.contract.contract import AnswerKV, Finished, GenerationEvent
 from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 from kvlinker.prompting.encoding import TextEncoder

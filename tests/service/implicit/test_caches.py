@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvlinker.base.events import Event, Events, ImplicitText
-from kvlinker.base.types.chunks import Chunk, GenerationContext, Origin
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import Chunk, ContextCache, GenerationContext, Origin
 from kvlinker.base.types.messages import TextSource
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches

@@ -13,9 +13,9 @@ import pytest
 from kvlinker.base.events import Events
 from kvlinker.prompting.encoding import TextEncoder
 from kvlinker.prompting.segments import PromptText, TokenPlaces
-from kvlinker.service.implicit import recognition
+from kvlinker.service.implicit import caches
+from kvlinker.service.implicit.caches import Recognizer
 from kvlinker.service.implicit.known import WindowHash
-from kvlinker.service.implicit.recognition import Recognizer
 from tests.service.implicit.test_seen_lines import document
 from tests.toy_tokenizers import byte_level
 
@@ -160,7 +160,7 @@ def test_what_is_not_noted_was_not_seen() -> None:
 
 def test_requests_make_no_tables_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = Mock(side_effect=WindowHash)
-    monkeypatch.setattr(recognition, "WindowHash", tables)
+    monkeypatch.setattr(caches, "WindowHash", tables)
     reader = Reader()
     for tenant in ("anna", "bert", "anna"):
         reader.found(document("a"), tenant=tenant)
@@ -168,7 +168,7 @@ def test_requests_make_no_tables_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tenants_see_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recognition, "MOST_TENANTS", 1)
+    monkeypatch.setattr(caches, "MOST_TENANTS", 1)
     reader = Reader()
     a = document("a")
     assert reader.found(a) == reader.found(a, tenant="bert") == []

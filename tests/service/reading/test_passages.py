@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.events import Events
-from kvlinker.base.types.chunks import Chunk, GenerationContext, Origin
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import Chunk, ContextCache, GenerationContext, Origin
 from kvlinker.base.types.messages import (
     CachedPart,
     ChatMessage,
@@ -24,8 +23,7 @@ from kvlinker.base.types.messages import (
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from kvlinker.service.audit.policy_manager import PolicyManager
-from kvlinker.service.implicit.caches import FoundChunk
-from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.implicit.caches import FoundChunk, Recognizer
 from kvlinker.service.reading import ContentReader, ReadOptions
 from kvlinker.settings import load_settings
 from tests.agent_bodies import TOOLS, body, history, source, tool, turn

@@ -12,8 +12,7 @@ import pytest
 from kvlinker.base.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
 from kvlinker.base.events import Events
 from kvlinker.base.types.answers import Usage
-from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.context_cache import LinkedCache
+from kvlinker.base.types.chunks import Chunk, LinkedCache
 from kvlinker.base.types.messages import (
     ChatMessage,
     ContextCacheReference,

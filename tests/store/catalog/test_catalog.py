@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.base.errors import ContextCacheNotFoundError
-from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.base.types.context_cache import END_OF_TIME
+from kvlinker.base.types.chunks import END_OF_TIME, Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
 from kvlinker.store.catalog.catalog import POSITION_SECONDS
 from tests.properties import examples

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from kvlinker.doors.http.edge import access_log
 from kvlinker.doors.http.edge.address import url_of
 from kvlinker.doors.http.edge.connections import EngineServer, server_config
-from kvlinker.doors.http.edge.draining import Drain
+from kvlinker.doors.http.edge.guards import Drain
 from kvlinker.settings import Settings
 
 LAST_SECONDS = 15.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvlinker.base.errors import InvalidRequestError, ModelLoadError
-from kvlinker.engines.contract.limits import STEP_TOKENS
+from kvlinker.engines.contract.contract import STEP_TOKENS
 from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings

@@ -27,10 +27,8 @@ from kvlinker.engines.contract.contract import (
     EngineLoad,
     GenerationRequest,
     RequestHandle,
-    Sink,
-)
-from kvlinker.engines.contract.limits import (
     RequestLimits,
+    Sink,
     check_room,
     check_supported,
     engine_closed,

@@ -12,8 +12,8 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.base.errors import PermissionDeniedError
-from kvlinker.doors.http.edge.access import caller_of
 from kvlinker.doors.http.edge.errors import error_response
+from kvlinker.doors.http.edge.guards import caller_of
 from kvlinker.engines.contract.contract import Engine
 from kvlinker.settings import Settings
 from kvlinker_vllm.frontend.client import VLLMClient

@@ -32,8 +32,8 @@ from kvlinker.base.types.messages import (
     TokenIds,
 )
 from kvlinker.doors.http.answers.link_bodies import link_body
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
 from kvlinker.doors.http.fields.prompts import (
     DocumentBody,

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvlinker.base.errors import ContextCacheNotFoundError, KVLinkerError
 from kvlinker.doors.client import AsyncClient
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker_lab.load.driver import (
     BROKEN_OFF,
     CONNECTION,

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kvlinker.base.types.context_cache import LONGEST_NAME
+from kvlinker.base.types.chunks import LONGEST_NAME
 from kvlinker.cli.documents.library import CacheLibrary
 from kvlinker.cli.documents.plan import Plan, PlannedFile
 from kvlinker.cli.documents.progress import Report

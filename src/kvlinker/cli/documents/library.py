@@ -25,7 +25,7 @@ from kvlinker.engines.contract.model_place import check_model
 from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
-    from kvlinker.base.types.context_cache import ContextCache
+    from kvlinker.base.types.chunks import ContextCache
     from kvlinker.doors.client import Client
     from kvlinker.llm import LLM
 

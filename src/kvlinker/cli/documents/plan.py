@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.base.types.context_cache import LONGEST_VALUE
+from kvlinker.base.types.chunks import LONGEST_VALUE
 from kvlinker.base.types.texts import Piece
 from kvlinker.cli.documents.library import CacheLibrary, ExistingCache
 from kvlinker.cli.documents.progress import Report

@@ -29,11 +29,15 @@ from kvlinker.doors.http import (
 )
 from kvlinker.doors.http.answers import chat, completions
 from kvlinker.doors.http.choices import Tracing
-from kvlinker.doors.http.edge.access import OPEN_PATHS
 from kvlinker.doors.http.edge.bodies import prompt_body_bytes
-from kvlinker.doors.http.edge.draining import PROBES, Drain
 from kvlinker.doors.http.edge.errors import error_model, error_responses
-from kvlinker.doors.http.edge.guards import add_guards, refuse_unknown_query
+from kvlinker.doors.http.edge.guards import (
+    OPEN_PATHS,
+    PROBES,
+    Drain,
+    add_guards,
+    refuse_unknown_query,
+)
 from kvlinker.doors.http.edge.request_spans import telemetry_options
 from kvlinker.doors.http.fields.bodies import LeftOut
 from kvlinker.doors.http.messages import routes as messages

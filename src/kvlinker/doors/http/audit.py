@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from kvlinker.doors.http.edge.access import CallerParam
+from kvlinker.doors.http.edge.guards import CallerParam
 from kvlinker.doors.http.fields.audit import (
     AuditObject,
     DecisionObject,

@@ -29,7 +29,7 @@ from kvlinker.doors.http.edge.errors import blame
 from kvlinker.doors.http.fields.server_status import RecentRequest, RunningRequest
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, ChoiceSink, ReadPrompt
-from kvlinker.service.prompt_calls import PreparedRequest
+from kvlinker.service.reading.reader import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -25,13 +25,12 @@ from kvlinker.base.errors import (
     PermissionDeniedError,
 )
 from kvlinker.doors.http.choices import RecentRequests, Tracing
-from kvlinker.doors.http.edge.access import Caller, CallerParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
-from kvlinker.doors.http.edge.draining import Drain
 from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
+from kvlinker.doors.http.edge.guards import Caller, CallerParam, Drain
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, Text, ignored_paths
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.engines.contract.limits import check_room
+from kvlinker.engines.contract.contract import check_room
 from kvlinker.engines.contract.machine_models import Model, models_here
 from kvlinker.llm import LLM
 from kvlinker.service.embedding import Embedder, EmbeddingRequest

@@ -12,8 +12,8 @@ from pydantic import Field, StringConstraints
 
 from kvlinker.base.errors import PermissionDeniedError
 from kvlinker.base.types.chunks import CHUNK_KEY
-from kvlinker.doors.http.edge.access import CallerParam
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.guards import CallerParam
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.service.residency import COSTED_TOKENS

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from psutil import Process
 
-from kvlinker.doors.http.edge.access import CallerParam
+from kvlinker.doors.http.edge.guards import CallerParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.server_status import (
     PromptTokenCounts,

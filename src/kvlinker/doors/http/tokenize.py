@@ -12,10 +12,10 @@ from pydantic import Field
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
     JsonObject,
     RequestBody,

@@ -25,13 +25,15 @@ from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import (
+    STEP_TOKENS,
     EngineLoad,
     GenerationRequest,
     RequestHandle,
+    RequestLimits,
     Sink,
+    check_supported,
 )
 from kvlinker.engines.contract.elsewhere import Elsewhere
-from kvlinker.engines.contract.limits import STEP_TOKENS, RequestLimits, check_supported
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
 from kvlinker.engines.embedded.chunks.places import PlaceBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
@@ -46,10 +48,10 @@ from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.generation import Generation, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request
 from kvlinker.engines.embedded.requests.scoring import Explaining, Scoring, WholeScoring
+from kvlinker.engines.embedded.requests.sequence import SequenceSlots
 from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, StepComposer
 from kvlinker.engines.embedded.scheduling.queues import Admission
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
-from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, throughput_name
 from kvlinker.engines.embedded.verdicts import surroundings
 from kvlinker.linking import parse_policy

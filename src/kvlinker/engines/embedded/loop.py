@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
 from kvlinker.engines.embedded.execution.batch import StepResult
 from kvlinker.engines.embedded.execution.runner import Runner

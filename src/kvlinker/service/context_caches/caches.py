@@ -19,8 +19,7 @@ from kvlinker.base.events import ChunkNamed, Events
 from kvlinker.base.types.chunks import GenerationContext, split_salt, with_places
 from kvlinker.base.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.base.types.texts import CacheContent, SearchHit
-from kvlinker.engines.contract.contract import Engine
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import Engine, engine_closed
 from kvlinker.prompting.builder import PromptBuilder
 from kvlinker.service.context_caches.checks import check_fields, check_tenant, check_ttl
 from kvlinker.service.context_caches.creation import Creation, Metadata

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from kvlinker.base.errors import InvalidRequestError, shortened
-from kvlinker.base.types.context_cache import (
+from kvlinker.base.types.chunks import (
     END_OF_TIME,
     LONGEST_KEY,
     LONGEST_NAME,

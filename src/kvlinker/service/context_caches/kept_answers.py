@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.events import AnswerKept, Events
 from kvlinker.base.types.answers import AnswerParts, Delta
-from kvlinker.base.types.chunks import Chunk, Origin
-from kvlinker.base.types.context_cache import KeptAnswer
+from kvlinker.base.types.chunks import Chunk, KeptAnswer, Origin
 from kvlinker.engines.contract.contract import AnswerKV, Finished, GenerationEvent, Sink
 from kvlinker.prompting.answer_forms.reader import PlainReader, Reader
 from kvlinker.prompting.encoding import TextEncoder

@@ -1,5 +1,11 @@
 """Makes prompts of typed content for all callers."""
 
-from kvlinker.service.reading.reader import ContentReader, ReadOptions, ReadPrompt
+from kvlinker.service.reading.reader import (
+    ContentReader,
+    PreparedRequest,
+    ReadOptions,
+    ReadPrompt,
+    RequestTools,
+)
 
-__all__ = ["ContentReader", "ReadOptions", "ReadPrompt"]
+__all__ = ["ContentReader", "PreparedRequest", "ReadOptions", "ReadPrompt", "RequestTools"]

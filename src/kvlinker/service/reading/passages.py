@@ -10,8 +10,7 @@ from kvlinker.base.types.messages import Implicit, MarkedText, TextSource
 from kvlinker.prompting.segments import Passage, Prompt
 from kvlinker.service.context_caches import ContextCaches
 from kvlinker.service.implicit.ahead import PassagesAhead
-from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
-from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches, Recognizer
 from kvlinker.service.implicit.structure import pieces_of
 
 

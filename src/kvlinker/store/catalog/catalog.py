@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvlinker.base.errors import ContextCacheNotFoundError, StoreError
 from kvlinker.base.installing import install_command
-from kvlinker.base.types.chunks import Chunk
-from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.base.types.chunks import UNCHANGED, Chunk, ContextCache, Page, Unchanged
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.audit import AuditLog
 from kvlinker.store.catalog.check import check_catalog

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import QuotaExceededError
-from kvlinker.base.types.chunks import Origin
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import ContextCache, Origin
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.blobs import TokenBlobs
 from kvlinker.store.catalog.databases.interface import Connection, Database

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import Chunk, ContextCache, Origin, packed_chunk_key, split_salt
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.blobs import (
     TOKEN_BYTES,

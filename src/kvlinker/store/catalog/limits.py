@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import ContextCache
 from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 from kvlinker.store.catalog.databases.interface import Connection
 

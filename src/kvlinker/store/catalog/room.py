@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import PinLimitError, QuotaExceededError
-from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.chunks import ContextCache
 from kvlinker.store.catalog.databases.interface import Connection
 from kvlinker.store.catalog.limits import Limits, check_added
 from kvlinker.store.catalog.variants import note_released, release_variants

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlinker.base.errors import StoreError
-from kvlinker.base.types.chunks import Chunk, Origin, packed_chunk_key, split_salt
-from kvlinker.base.types.context_cache import END_OF_TIME, ContextCache
+from kvlinker.base.types.chunks import (
+    END_OF_TIME,
+    Chunk,
+    ContextCache,
+    Origin,
+    packed_chunk_key,
+    split_salt,
+)
 from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.blobs import (
     TOKEN_BYTES,

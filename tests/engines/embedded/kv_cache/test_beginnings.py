@@ -11,9 +11,8 @@ import pytest
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.embedded.kv_cache.paths import PathChunk, SequencePath
 from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
-from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.engines.embedded.scheduling import slots as slots_module
-from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.engines.embedded.requests import sequence as slots_module
+from kvlinker.engines.embedded.requests.sequence import SequenceSlots, TokenSequence
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import DiskTier

@@ -19,8 +19,7 @@ from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slo
 from kvlinker.engines.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
-from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.engines.embedded.requests.sequence import SequenceSlots, TokenSequence
 from kvlinker.linking import Evidence, make_plan, parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
 from tests.engines.embedded.conftest import full_forward, random_tokens

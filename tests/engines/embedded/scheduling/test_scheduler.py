@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 )
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError, OverloadedError
+from kvlinker.engines.embedded.requests import sequence as slots_module
 from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
 from kvlinker.engines.embedded.scheduling import queues
 from kvlinker.engines.embedded.scheduling import scheduler as scheduling
-from kvlinker.engines.embedded.scheduling import slots as slots_module
 from kvlinker.engines.embedded.scheduling.scheduler import PREFETCH_LIMIT, VARIANT_LIMIT
 from tests.engines.embedded.fake_runner import (
     CHUNK_BYTES,

@@ -25,7 +25,6 @@ from starlette.types import Receive, Scope, Send
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
 from kvlinker.doors.http.choices import ChoiceOutput, Choices
-from kvlinker.doors.http.edge.access import caller_of
 from kvlinker.doors.http.edge.access_log import is_noted, note_link, note_tokens
 from kvlinker.doors.http.edge.errors import (
     IGNORED_HEADER,
@@ -33,13 +32,14 @@ from kvlinker.doors.http.edge.errors import (
     error_responses,
     failure_of,
 )
+from kvlinker.doors.http.edge.guards import caller_of
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.generation import SamplingBody, StreamOptions
 from kvlinker.doors.http.fields.server_status import RecentRequest
 from kvlinker.doors.http.models import ServedModel, served_by
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
-from kvlinker.service.prompt_calls import PreparedRequest
+from kvlinker.service.reading.reader import PreparedRequest
 
 END_SECONDS = 60.0
 """The time that a step may take before the log is written of an answer whose client has left."""

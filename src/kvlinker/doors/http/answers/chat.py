@@ -30,9 +30,9 @@ from kvlinker.doors.http.answers.logprobs import (
     prompt_logprobs_body,
 )
 from kvlinker.doors.http.choices import ChoiceOutput, Choices
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
-from kvlinker.doors.http.edge.errors import blaming, note_ignored
+from kvlinker.doors.http.edge.errors import blame, note_ignored
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import (
@@ -57,7 +57,7 @@ from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import Reader
 from kvlinker.service.answer import finish_reason
-from kvlinker.service.prompt_calls import PreparedRequest, RequestTools
+from kvlinker.service.reading.reader import PreparedRequest, RequestTools
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
@@ -275,7 +275,7 @@ async def create_chat_completion(
         note_ignored(request.scope, ignored)
     request_tools = body.request_tools(served.llm)
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    with blaming("messages", length=length):
+    try:
         return await respond(
             served,
             request,
@@ -284,6 +284,9 @@ async def create_chat_completion(
             n=body.choices,
             stream=bool(body.stream),
         )
+    except InvalidRequestError as error:
+        blame(error, "messages", length=length)
+        raise
 
 
 class ChatAnswer(CompletionAnswer):

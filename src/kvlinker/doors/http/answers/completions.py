@@ -35,9 +35,9 @@ from kvlinker.doors.http.answers.logprobs import (
     scored_tokens,
     token_key,
 )
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import SamplingBody
@@ -46,7 +46,7 @@ from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.prompting.answer_forms.reader import PlainReader
-from kvlinker.service.prompt_calls import PreparedRequest
+from kvlinker.service.reading.reader import PreparedRequest
 
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 

@@ -27,7 +27,7 @@ from kvlinker.doors.http.fields.prompts import Part, TextPart, show_part
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.service.prompt_calls import PreparedRequest
+from kvlinker.service.reading.reader import PreparedRequest
 
 
 @dataclass

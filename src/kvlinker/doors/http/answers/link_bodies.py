@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvlinker.base.types.answers import Usage
-from kvlinker.base.types.context_cache import KeptAnswer
+from kvlinker.base.types.chunks import KeptAnswer
 from kvlinker.doors.http.choices import Choices
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.llm import LLM, Explanation, ReadPrompt

@@ -22,15 +22,14 @@ from kvlinker.base.errors import (
     ContextLengthError,
     InvalidRequestError,
 )
-from kvlinker.base.types.chunks import GenerationContext
-from kvlinker.base.types.context_cache import END_OF_TIME, MAX_TTL, ContextCache
+from kvlinker.base.types.chunks import END_OF_TIME, MAX_TTL, ContextCache, GenerationContext
 from kvlinker.base.types.limits import MAX_CHUNKS
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.context_caches.texts import SplitOptions, check_input, pieces_of
-from kvlinker.doors.http.edge.access import CallerParam, TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.guards import CallerParam, TenantParam
 from kvlinker.doors.http.fields.bodies import (
     Metadata,
     MetadataParam,

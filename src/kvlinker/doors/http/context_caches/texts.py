@@ -18,10 +18,10 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS, MAX_QUERY_CHARACTERS
 from kvlinker.base.types.tenants import Scope
 from kvlinker.base.types.texts import Piece
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
     Metadata,
     NonemptyText,

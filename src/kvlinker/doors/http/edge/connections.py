@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvlinker.doors.http.edge.draining import LAST_SECONDS, Drain
+from kvlinker.doors.http.edge.guards import LAST_SECONDS, Drain
 
 SHUTDOWN_SECONDS = 10
 """The time that uvicorn gives to running requests when it stops without having drained."""

@@ -1,11 +1,10 @@
 """Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge
-of the server becomes one here. Ids by which a request is found in the log are here, too."""
+of the server becomes one here."""
 
 from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,10 +13,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import Message, Scope, Send
+from starlette.types import Scope
 
 from kvlinker.base.errors import (
     AuthenticationError,
@@ -40,14 +38,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPIC_HEADER, ANTHROPIC_ID_HEADER = "anthropic-version", "request-id"
 """The header by which Anthropic's clients are known, and the one in which they look for the id."""
 
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""Matches the ids that clients may give: a word of the log, and of headers."""
-
 IGNORED_HEADER = "X-Ignored-Fields"
 """Names the fields and entries of a request that had no effect."""
-
-MOST_IGNORED_CHARACTERS = 2000
-"""The longest value of this header; what is beyond is cut off."""
 
 _HTTP_CODES = {
     404: "not_found",
@@ -245,12 +237,12 @@ def blame(error: BaseException, field: str, *, length: str = "max_tokens") -> No
 
 
 @contextmanager
-def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
-    """``blame`` the field, or ``length``, in the errors of the block."""
+def blaming(field: str) -> Iterator[None]:
+    """``blame`` the field in the errors of the block."""
     try:
         yield
     except InvalidRequestError as error:
-        blame(error, field, length=length)
+        blame(error, field)
         raise
 
 
@@ -265,28 +257,6 @@ def request_id_of(scope: Scope) -> str:
     """Return the id that ``name_request`` gave the request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
-
-
-def name_request(scope: Scope, send: Send) -> Send:
-    """Give a request its id: the client's own if it names one by ``X-Request-Id``. Return the
-    ``send`` that names it in the answer's headers, and in ``X-Ignored-Fields`` what was left out of
-    the request."""
-    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-    state = scope.setdefault("state", {})
-    state["request_id"] = request_id
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            headers[REQUEST_ID_HEADER] = request_id
-            if ANTHROPIC_HEADER in Headers(scope=scope):
-                headers[ANTHROPIC_ID_HEADER] = request_id
-            if ignored := state.get("ignored"):
-                headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
-        await send(message)
-
-    return send_named
 
 
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:

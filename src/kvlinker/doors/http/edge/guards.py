@@ -1,40 +1,90 @@
 """The two middlewares of all routes, a server's and a router's: ``Reception`` names, reads and logs
 every request, and ``Guard`` lets those through that may be answered. CORS is between them. Queries
-of kvlinker's own routes are checked here, too, by a dependency of all routes."""
+of kvlinker's own routes are checked here, too, by a dependency of all routes.
+
+``Guard`` asks two others. ``Drain`` ends a server that receives a signal to stop: it refuses new
+requests, finishes those under way, and cuts off those that take longer than ``drain_timeout``;
+streams register with it, so that each of them ends with an event of its API. ``Access`` checks host
+names and API keys, and finds the tenant of each key, and whether it is an admin's.
+
+Without configured keys every caller is the default tenant, and an admin (see
+``kvlinker.doors.http.edge.address``). With keys, every route asks for ``Authorization: Bearer
+<key>`` or ``x-api-key: <key>``. Exempt are probes, which have no keys (``/health``, ``/live``), the
+pages and their files (without any data in them: ``/`` asks its reader for a key) and
+``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all
+tenants and name none; the last requests are shown to their own tenant, and to admins.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import re
+import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import unquote
+from weakref import WeakSet
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.base.errors import InvalidRequestError, KVLinkerError, did_you_mean
+from kvlinker.base.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    KVLinkerError,
+    did_you_mean,
+)
 from kvlinker.base.types.limits import MAX_BODY_BYTES
+from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge import access_log
-from kvlinker.doors.http.edge.access import Access
+from kvlinker.doors.http.edge.address import is_loopback
 from kvlinker.doors.http.edge.bodies import content_encoding, expand_body, limit_body
-from kvlinker.doors.http.edge.draining import FIGURES, PROBES, REFUSED_HEADER, Drain, read_body
 from kvlinker.doors.http.edge.errors import (
+    ANTHROPIC_HEADER,
     ANTHROPIC_ID_HEADER,
     IGNORED_HEADER,
     REQUEST_ID_HEADER,
+    UnknownHostError,
     add_error_handlers,
     error_response,
-    name_request,
     unexpected_error_response,
 )
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.doors.http.pages import PAGE_PATHS
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.settings import Settings
+
+PROBES = frozenset({"/health", "/live", "/ping"})
+"""The routes that are answered to the very end."""
+
+FIGURES = frozenset({"/metrics", "/status"})
+"""The routes that are answered as long as requests are being finished."""
+
+REFUSED_HEADER = "x-kvlinker-refused"
+"""Marks refusals of requests that were not started: routers may send them to another server."""
+
+LAST_SECONDS = 1.0
+"""The seconds allowed for sending last events and refusals."""
+
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::[0-9]*)?")
+"""Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a
+port."""
+
+KEY_HEADERS = ("x-api-key", "api-key")
+"""The headers of a key beside ``Authorization``: Anthropic's and Azure's."""
+
+CONTAINER_HOST = "host.docker.internal"
+"""The name by which programs in containers call their own machine, and no site its own."""
+
+OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
 BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
 """The methods that pages of other origins may use, where they may call the server at all (CORS)."""
@@ -47,6 +97,12 @@ BROWSER_HEADERS = (
     "Server-Timing",
 )
 """The headers of answers that these pages may read."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""Matches the ids that clients may give: a word of the log, and of headers."""
+
+MOST_IGNORED_CHARACTERS = 2000
+"""The longest value of the header ``IGNORED_HEADER``; what is beyond is cut off."""
 
 VERSION = "/v1"
 """Stands before the paths of other APIs."""
@@ -65,6 +121,207 @@ TAKEN_QUERY = frozenset({"api-version"})
 
 OWN_PATHS = ("/v1/context_caches", "/v1/link", "/v1/usage", "/v1/audit")
 """Begin the paths of routes that only kvlinker has."""
+
+
+class OpenAnswer(Protocol):
+    """An answer that is being generated."""
+
+    def fail(self, error: KVLinkerError) -> None:
+        """End with an error, in the format of the request's API. Called in the event loop."""
+
+
+class DrainReport(NamedTuple):
+    """Counts the requests that were running when a server was asked to stop."""
+
+    finished: int
+    cut: int
+
+
+class Drain:
+    """Counts the requests of one server, and ends them when it is asked to stop. All methods but
+    ``begin`` belong to the server's event loop."""
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout`` is the time in which requests may finish, in seconds."""
+        self.timeout = timeout
+        self.began = False
+        """True from the signal on."""
+        self.ended = False
+        """True when all requests have been finished or cut off."""
+        self.next_model: str | None = None
+        """The model that is to be loaded in the place of this one; None where the server stops."""
+        self._running: set[asyncio.Future[None]] = set()
+        self._answers: WeakSet[OpenAnswer] = WeakSet()
+        self._idle = asyncio.Event()
+        self._finished = 0
+        self._cuts = False
+
+    @property
+    def running(self) -> int:
+        """The number of requests under way."""
+        return len(self._running)
+
+    def begin(self, next_model: str | None = None) -> None:
+        """Refuse requests from now on; ``next_model`` comes in the place of this one. May be called
+        by a signal's handler."""
+        self.next_model = next_model
+        self.began = True
+
+    def add(self, answer: OpenAnswer) -> None:
+        """Register an answer, which fails when its request is cut off."""
+        self._answers.add(answer)
+        if self._cuts:
+            answer.fail(engine_closed())
+
+    @contextmanager
+    def request(self) -> Iterator[asyncio.Future[None]]:
+        """Count a request as under way until the block ends; the yielded future is done when it is
+        cut off."""
+        cut = asyncio.get_running_loop().create_future()
+        self._running.add(cut)
+        try:
+            yield cut
+        finally:
+            self._running.remove(cut)
+            self._finished += self.began and not self._cuts
+            if not self._running:
+                self._idle.set()
+
+    async def finish(self) -> DrainReport:
+        """Wait until all requests are finished, and cut off those that are not after
+        ``timeout``."""
+        await self._wait_until_idle(self.timeout)
+        left = list(self._running)
+        self._cuts = True
+        for cut in left:
+            cut.set_result(None)
+        for answer in list(self._answers):
+            answer.fail(engine_closed())
+        await self._wait_until_idle(LAST_SECONDS)
+        self.ended = True
+        return DrainReport(self._finished, len(left))
+
+    async def _wait_until_idle(self, seconds: float) -> None:
+        self._idle.clear()
+        if self._running:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+
+
+async def read_body(receive: Receive) -> None:
+    """Read a body to its end, because a client that is still sending would miss the answer if the
+    connection closed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request: its ``tenant``, and whether it is an ``admin``, which may write
+    shared caches."""
+
+    tenant: str
+    admin: bool
+
+
+OPERATOR = Caller(DEFAULT_TENANT, admin=True)
+"""The caller of all requests where there are no keys: a client that reaches a loopback address is
+on the server's own machine."""
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of a request, which ``Access`` found."""
+    caller: Caller = scope["state"]["caller"]
+    return caller
+
+
+async def _caller(request: Request) -> Caller:
+    return caller_of(request.scope)
+
+
+async def _tenant(request: Request) -> str:
+    return caller_of(request.scope).tenant
+
+
+CallerParam = Annotated[Caller, Depends(_caller)]
+
+
+TenantParam = Annotated[str, Depends(_tenant)]
+
+
+def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
+    """Return the names that requests may call the server by, in addition to loopback's; None for
+    any.
+
+    Only those that are set, where any are; otherwise the bound host on a server without keys that
+    is on loopback: any other can be reached under names that it does not know, and asks for keys.
+    """
+    if settings.allowed_hosts:
+        return None if "*" in settings.allowed_hosts else (*settings.allowed_hosts, settings.host)
+    return None if settings.accepted_keys or not is_loopback(settings.host) else (settings.host,)
+
+
+def keys_of(headers: Headers) -> list[str]:
+    """Return the keys that a request brings. Clients that are given a key by one header may put a
+    word such as ``none`` into another."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = (token if scheme.lower() == "bearer" else None, *map(headers.get, KEY_HEADERS))
+    return [key.strip() for key in given if key is not None]
+
+
+class Access:
+    """Checks the host and the key of each request, before its body is read."""
+
+    def __init__(self, settings: Settings) -> None:
+        hosts = hosts_to_check(settings)
+        self.checks_hosts = hosts is not None
+        self.is_keyed = bool(settings.accepted_keys)
+        self._hosts = frozenset(map(str.lower, hosts or ()))
+        self._callers = {
+            hashlib.sha256(key.encode()).digest(): Caller(
+                tenant_of_key(key), key in settings.admin_keys
+            )
+            for key in settings.accepted_keys
+        }
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Note the caller in the request's state, where routes find it. Raises AuthenticationError
+        without a known key, and UnknownHostError.
+
+        A page of any site may let its own name point to 127.0.0.1 (DNS rebinding). A browser then
+        takes a server on the reader's machine for that site's, and hands the page its answers.
+        """
+        host = headers.get("host")  # browsers always send one
+        if self.checks_hosts and host is not None and not self._is_known(host):
+            raise UnknownHostError(
+                f"This server does not answer for the host {host[:100]!r}. Call it localhost,"
+                " or add the name to its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
+            )
+        caller = self._caller(headers) if self.is_keyed else OPERATOR
+        if caller is None and scope["path"] not in OPEN_PATHS:
+            raise AuthenticationError(
+                "Missing or unknown API key. Send 'Authorization: Bearer <key>' or 'x-api-key:"
+                " <key>', which api_key of a client and --api-key of a command do."
+            )
+        scope["state"]["caller"] = caller
+
+    def _is_known(self, host: str) -> bool:
+        written = _HOST.fullmatch(host)
+        name = (written["address"] or written["name"]).lower() if written else ""
+        return name in self._hosts or name == CONTAINER_HOST or is_loopback(name)
+
+    def _caller(self, headers: Headers) -> Caller | None:
+        """Return the caller by the first key that is known; None if none is. Compares with every
+        key, in constant time."""
+        found = None
+        for key in reversed(keys_of(headers)):
+            given = hashlib.sha256(key.encode("latin-1")).digest()
+            for digest, caller in self._callers.items():
+                if hmac.compare_digest(digest, given):
+                    found = caller
+        return found
 
 
 def add_guards(
@@ -138,6 +395,28 @@ class Reception:
         finally:
             seconds = time.perf_counter() - began
             access_log.log_request(scope, access_log.LEFT if left else status, seconds)
+
+
+def name_request(scope: Scope, send: Send) -> Send:
+    """Give a request its id: the client's own if it names one by ``X-Request-Id``. Return the
+    ``send`` that names it in the answer's headers, and in ``X-Ignored-Fields`` what was left out of
+    the request."""
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    state = scope.setdefault("state", {})
+    state["request_id"] = request_id
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID_HEADER] = request_id
+            if ANTHROPIC_HEADER in Headers(scope=scope):
+                headers[ANTHROPIC_ID_HEADER] = request_id
+            if ignored := state.get("ignored"):
+                headers[IGNORED_HEADER] = ", ".join(ignored)[:MOST_IGNORED_CHARACTERS].strip()
+        await send(message)
+
+    return send_named
 
 
 def with_version(scope: Scope) -> Scope:

@@ -21,8 +21,14 @@ from kvlinker.doors.http.edge.connections import (
     stop_accepting,
     unanswered,
 )
-from kvlinker.doors.http.edge.draining import LAST_SECONDS, PROBES, REFUSED_HEADER, read_body
-from kvlinker.doors.http.edge.errors import error_response, name_request
+from kvlinker.doors.http.edge.errors import error_response
+from kvlinker.doors.http.edge.guards import (
+    LAST_SECONDS,
+    PROBES,
+    REFUSED_HEADER,
+    name_request,
+    read_body,
+)
 
 USUAL_SECONDS, MOST_SECONDS = 5, 10
 """The seconds after which clients come again while nothing is known of the rest, and at the latest:

@@ -37,7 +37,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
 from kvlinker.base.errors import InvalidRequestError, did_you_mean
-from kvlinker.base.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
+from kvlinker.base.types.chunks import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
 from kvlinker.base.types.messages import MARKS
 from kvlinker.doors.http.fields.foreign import ForeignFields, Place, foreign_fields
 from kvlinker.prompting.marks import ttl_seconds

@@ -20,7 +20,6 @@ from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
 from kvlinker.doors.http.answers.answering import completion_responses
 from kvlinker.doors.http.answers.dialects import DialectAnswer, respond_in_dialect
 from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body
-from kvlinker.doors.http.edge.access import TenantParam
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import (
@@ -29,6 +28,7 @@ from kvlinker.doors.http.edge.errors import (
     error_body,
     error_responses,
 )
+from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
 from kvlinker.doors.http.models import ServedModelParam

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.threads import compute_serially
 from kvlinker.base.types.grammars import AnswerGrammar, json_style
+from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.engines.contract.grammars import check_enforceable, unenforceable, unfollowable
-from kvlinker.engines.contract.limits import engine_closed
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 
 COMPILED_LIMIT = 32

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from kvlinker.engines.contract.limits import check_room, check_wait
+from kvlinker.engines.contract.contract import check_room, check_wait
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.linking.plan import Range
 

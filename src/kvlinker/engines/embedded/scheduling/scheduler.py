@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.engines.contract.contract import EngineLoad
-from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.contract.contract import EngineLoad, engine_closed
 from kvlinker.engines.embedded.requests.request import Request, RequestState, ResultKind
-from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.engines.embedded.requests.sequence import SequenceSlots, TokenSequence
 from kvlinker.engines.embedded.scheduling.composition import (
     LayeredPiece,
     Step,
@@ -31,7 +30,6 @@ from kvlinker.engines.embedded.scheduling.queues import (
     latest_first,
     yielding,
 )
-from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt, ReusedPrefix
 from kvlinker.store.chunk_store import Hold
