@@ -10,13 +10,13 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import AnswerPiece
 from kvlinker.base.types.chunks import GenerationContext
 from kvlinker.base.types.messages import CachedPart, CompletionPrompt, Implicit, TemplateOptions
 from kvlinker.base.types.sampling import SamplingFields
 from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
+from kvlinker.engines.contract.output import inbox_of
 from kvlinker.linking import Explanation, Policy
 from kvlinker.llm import LLM, Prompt, progress_bar
 from kvlinker.prompting.chat import DEFAULT_OPTIONS

@@ -84,7 +84,7 @@ class ImplicitText:
 @dataclass(frozen=True, slots=True)
 class ChunkNamed:
     """A request named a chunk, by its id or by its text, or by lines of a text that it is in (see
-    ``kvlinker.base.types.residency``)."""
+    ``kvlinker.base.types.residency``). Names that were published lately are not published again."""
 
     chunk_key: str
     names: tuple[str, ...]

@@ -345,7 +345,7 @@ def with_documents(
         )
     before: list[str | Chunk] = []
     for document in documents:
-        before += document_parts(document.title, document.text)
+        before += document_parts(str(document.fields.get("title") or ""), document.text)
     message = messages[first]
     return [
         *messages[:first],

@@ -13,10 +13,9 @@ from starlette.types import Message
 
 from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES
 from kvlinker.doors.http.edge.bodies import (
-    LEAST_BYTES_PER_SECOND,
-    limit_body,
     prompt_body_bytes,
 )
+from kvlinker.doors.http.edge.guards import LEAST_BYTES_PER_SECOND, limit_body
 from tests.doors.http.serving import Served
 
 LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}

@@ -93,11 +93,6 @@ class Document(Generic[Cached]):
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """All else that chat templates may show of it, such as ``title``."""
 
-    @property
-    def title(self) -> str:
-        """The title, empty if it has none."""
-        return str(self.fields.get("title") or "")
-
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(Generic[Cached]):

@@ -22,12 +22,12 @@ from weakref import WeakSet
 from starlette.types import Receive
 
 from kvlinker.base.errors import KVLinkerError
-from kvlinker.base.loop_inbox import inbox_of
 from kvlinker.base.types.answers import Delta
 from kvlinker.doors.http.edge.bodies import wait_for_disconnect
 from kvlinker.doors.http.edge.errors import blame
 from kvlinker.doors.http.fields.server_status import RecentRequest, RunningRequest
 from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
+from kvlinker.engines.contract.output import inbox_of
 from kvlinker.llm import LLM, ChoiceSink, ReadPrompt
 from kvlinker.service.reading.reader import PreparedRequest
 

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.base.types.limits import MOST_EMBEDDED
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute, cancel_on_disconnect
+from kvlinker.doors.http.edge.bodies import cancel_on_disconnect
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
@@ -25,7 +25,7 @@ from kvlinker.doors.http.fields.bodies import (
     Text,
 )
 from kvlinker.doors.http.fields.foreign import Place
-from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModelParam
 from kvlinker.service.embedding import embedder_of
 
 router = APIRouter(prefix="/v1", tags=["embeddings"], route_class=BodyRoute)

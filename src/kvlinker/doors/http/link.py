@@ -16,7 +16,7 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.doors.http.answers.link_bodies import LinkExplanation
-from kvlinker.doors.http.edge.bodies import BodyRoute, cancel_on_disconnect
+from kvlinker.doors.http.edge.bodies import cancel_on_disconnect
 from kvlinker.doors.http.edge.errors import blaming, error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
@@ -32,7 +32,7 @@ from kvlinker.doors.http.fields.prompts import (
     single_prompt,
 )
 from kvlinker.doors.http.fields.tools import ToolBody, template_tools
-from kvlinker.doors.http.models import ServedModel, ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.llm import Explanation, ReadPrompt
 
 router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)

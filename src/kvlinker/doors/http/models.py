@@ -1,31 +1,38 @@
-"""The model that an app serves, as all routes reach it; GET /v1/models."""
+"""The model that an app serves, as all routes reach it, and routes whose bodies its threads parse;
+GET /v1/models."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio.to_thread
 import numpy as np
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from numpy.typing import NDArray
-from starlette.types import Scope
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
 
 from kvlinker.base.errors import (
     InvalidRequestError,
+    KVLinkerError,
     ModelNotFoundError,
     PermissionDeniedError,
 )
 from kvlinker.doors.http.choices import RecentRequests, Tracing
-from kvlinker.doors.http.edge.bodies import BodyRoute
+from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
 from kvlinker.doors.http.edge.guards import Caller, CallerParam, Drain
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, Text, ignored_paths
@@ -36,11 +43,11 @@ from kvlinker.llm import LLM
 from kvlinker.service.embedding import Embedder, EmbeddingRequest
 from kvlinker.settings import Settings
 
-router = APIRouter(prefix="/v1/models", tags=["models"], route_class=BodyRoute)
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 MOST_NAMED = 200
 """The most fields that the log names; their names are callers' text."""
@@ -68,6 +75,72 @@ class EncodingThreads:
     async def run_long(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, which takes long whatever the body's length."""
         return await anyio.to_thread.run_sync(function, limiter=self._long)
+
+
+class BodyRoute(APIRoute):
+    """A route that parses and validates long bodies in a thread. All routes with a body are such.
+
+    A body is validated by its own class: the framework would make another validator of it, without
+    the rules of its configuration for JSON of any kind.
+    """
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+        field = self.body_field
+        if field is None:
+            return handle
+
+        model = field.field_info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+
+        async def read(request: Request) -> Response:
+            body = await request.body()
+            validated = _ValidatedRequest(request.scope, request.receive, body, model)
+            try:
+                return await handle(validated)
+            except HTTPException as error:
+                raise validated.failure or error from None
+
+        return read
+
+
+class _ValidatedRequest(Request):
+    """A request whose body is there. Its ``json`` returns the validated body, which validates to
+    itself at once.
+
+    The framework takes any error of ``json`` for one of syntax: ``failure`` is the one that it was.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, body: bytes, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self.failure: Exception | None = None
+        self._body = body
+        self._model = model
+
+    async def json(self) -> Any:
+        try:
+            if len(self._body) < LONG_BODY_BYTES:
+                return self._validated()
+            return await self.app.state.served.encoding.run(self, self._read)
+        except (KVLinkerError, RequestValidationError) as error:
+            self.failure = error
+            raise
+
+    def _read(self) -> Any:
+        check_json(self._body)
+        return self._validated()
+
+    def _validated(self) -> Any:
+        body = json.loads(self._body.decode("utf-8-sig"))
+        try:
+            return self._model.model_validate(body)
+        except ValidationError as error:
+            complaints = [
+                {**complaint, "loc": ("body", *complaint["loc"])}
+                for complaint in error.errors(include_url=False)
+            ]
+            raise RequestValidationError(complaints, body=body) from error
 
 
 class EmbeddingTurns:
@@ -178,6 +251,8 @@ async def _service(request: Request) -> ServedModel:
 
 
 ServedModelParam = Annotated[ServedModel, Depends(_service)]
+
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=BodyRoute)
 
 
 class ModelObject(ResponseBody):

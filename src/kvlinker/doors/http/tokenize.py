@@ -13,7 +13,6 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
@@ -31,7 +30,7 @@ from kvlinker.doors.http.fields.prompts import (
     single_prompt,
 )
 from kvlinker.doors.http.fields.tools import ToolBody, template_tools
-from kvlinker.doors.http.models import ServedModel, ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.llm import Prompt
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)

@@ -237,7 +237,6 @@ class EmbeddedEngine:
             self._chunks,
             throughput,
             variants=builder,
-            places=self._places,
             prefixes=prefixes,
             elsewhere=elsewhere,
             restored=lambda tokens: events.publish(PrefixRestored(tokens)),
@@ -247,7 +246,7 @@ class EmbeddedEngine:
             self.runner,
             throughput,
             guides=self._grammars,
-            computing=store.throttle.computing if on_host else nullcontext,
+            computing=store.throttle.computing if on_host and store.slower_tiers() else nullcontext,
         )
         self._loop.start()
         atexit.register(
@@ -386,12 +385,15 @@ class EmbeddedEngine:
         self._loaders.submit(self._loader.load, cast(PromptRequest, request))
 
     def _enter(self, request: L) -> L:
-        check_supported(self.unsupported(request.request.policy))
+        if self._loaded.anatomy.recurrences:
+            check_supported(self.unsupported(request.request.policy))
         self._loader.name_chunks(request)
         return self.scheduler.enter(request)
 
     def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None
+        if request.link.policy.needs.places and not request.explains:
+            self._places.offer(request.request.prompt.chunks, request.tenant)
         self._background.submit(
             self._loader.note_use, request.request, request.link, request.refinement
         )

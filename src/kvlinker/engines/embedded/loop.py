@@ -192,7 +192,7 @@ class EngineLoop:
         for _, chunk in step.batch.shared:
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
-        if self._guides is not None:
+        if self._guides is not None and self._guides.postponed:
             self._guides.start()
         self.outbox.flush()
         begin, begin_cpu = self._clock(), time.thread_time()

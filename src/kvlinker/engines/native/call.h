@@ -1,4 +1,4 @@
-// The structures that functions of attention.cpp take; attention/native_call.py has the same.
+// The structures that functions of attention.cpp take; attention/native_kernel.py has the same.
 #pragma once
 
 #include <cstdint>

@@ -58,6 +58,10 @@ EDGE_TOKENS = 4
 """The tokens at each end of a text, less one, that may be others within a prompt: punctuation, and
 the white space and letters that are joined with it."""
 
+MOST_NAMED = 4096
+"""The chunks whose names are not published again: those that were named last. A small part of those
+that listeners remember; chosen by hand."""
+
 NAMED_LINES = 16
 """The lines by which a text is known that was recognised: its first ones, as a request has all of
 them or none."""
@@ -130,6 +134,8 @@ class ImplicitCaches:
         self._catalog = catalog
         self._events = events
         self._ttl = ttl
+        self._naming = threading.Lock()
+        self._named: OrderedDict[tuple[str, str, TextSource], None] = OrderedDict()
 
     def encode(self, text: str, salt: str = "") -> Chunk | None:
         """Return the chunk of a text in requests with this salt; None if it can be none: it is
@@ -242,10 +248,20 @@ class ImplicitCaches:
             outcome: Literal["hit", "created", "refused"] = "refused"
             if (each := found.get(chunk)) is not None:
                 outcome = "created" if each.created else "hit"
-                names = _names_of(text, tenant)
-                self._events.publish(ChunkNamed(each.cache.chunk_key, names, each.cache.tenant))
+                self._name(each.cache, text, tenant)
             self._events.publish(ImplicitText(text.source, outcome))
         return found
+
+    def _name(self, cache: ContextCache, text: MarkedText, tenant: str) -> None:
+        """Publish the names of a context cache's chunk, unless this was done lately."""
+        naming = (cache.chunk_key, tenant, text.source)
+        with self._naming:
+            if naming in self._named:
+                return
+            self._named[naming] = None
+            if len(self._named) > MOST_NAMED:
+                self._named.popitem(last=False)
+        self._events.publish(ChunkNamed(cache.chunk_key, _names_of(text, tenant), cache.tenant))
 
     def extend(self, caches: Mapping[ContextCache, float | None]) -> None:
         """Note a use of context caches, of which the implicit ones live on: for the seconds that

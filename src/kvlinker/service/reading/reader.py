@@ -586,7 +586,8 @@ class RequestTools:
         to ``prompt`` call tools as the request demands. Raises InvalidRequestError if ``grammar``
         is none."""
         fields = dict(options)
-        check_grammar(fields.get("grammar"))
+        if (asked := fields.get("grammar")) is not None:
+            check_grammar(asked)
         if self._is_text:
             return fields
         form, tail, several = self._form, self._tail_of(prompt), self._several

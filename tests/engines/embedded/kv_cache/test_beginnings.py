@@ -165,7 +165,7 @@ def test_what_was_left_goes_to_disk_and_comes_back(bench, tmp_path, monkeypatch)
 def test_who_gave_its_slots_up_and_left_leaves_its_beginning_too():
     slots = SequenceSlots(200, keeps_prefixes=True)
     path = SequencePath("tenant", np.arange(100))
-    sequence = TokenSequence(path.tokens, [(0, 100)], path=path, most_tokens=110)
+    sequence = TokenSequence(path.tokens, [(0, 100)], path=lambda: path, most_tokens=110)
     assert slots.admit(sequence)
     sequence.take(41)
     slots.release(sequence)
@@ -179,7 +179,7 @@ def test_who_gave_its_slots_up_and_left_leaves_its_beginning_too():
 def test_numbers_that_are_none_are_left_to_nobody():
     slots = SequenceSlots(200, keeps_prefixes=True, is_finite=lambda spans: False)
     path = SequencePath("tenant", np.arange(100))
-    sequence = TokenSequence(path.tokens, [(0, 100)], path=path, most_tokens=110)
+    sequence = TokenSequence(path.tokens, [(0, 100)], path=lambda: path, most_tokens=110)
     assert slots.admit(sequence)
     sequence.take(41)
     slots.release(sequence)

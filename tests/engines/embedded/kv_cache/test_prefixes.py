@@ -324,7 +324,7 @@ def keep(slots, path, own) -> None:
     """Have the slots keep a sequence of which these tokens were computed."""
     spans = slots._allocator.allocate(len(own)) if len(own) else ()
     sequence = SimpleNamespace(
-        path=path,
+        path=lambda: path,
         path_so_far=path,
         prompt_in_place=True,
         own=own,

@@ -30,7 +30,6 @@ from kvlinker.doors.http.answers.logprobs import (
     prompt_logprobs_body,
 )
 from kvlinker.doors.http.choices import ChoiceOutput, Choices
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blame, note_ignored
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody
@@ -52,7 +51,7 @@ from kvlinker.doors.http.fields.tools import (
     ToolOrOther,
     call_objects,
 )
-from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, ReadPrompt
 from kvlinker.prompting.answer_forms.reader import Reader

@@ -35,14 +35,13 @@ from kvlinker.doors.http.answers.logprobs import (
     scored_tokens,
     token_key,
 )
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import SamplingBody
 from kvlinker.doors.http.fields.prompts import PromptBody, has_several, prompts_of
-from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.prompting.answer_forms.reader import PlainReader

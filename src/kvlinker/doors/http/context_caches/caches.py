@@ -27,7 +27,6 @@ from kvlinker.base.types.limits import MAX_CHUNKS
 from kvlinker.base.types.tenants import Scope
 from kvlinker.doors.http.context_caches.texts import SplitOptions, check_input, pieces_of
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.guards import CallerParam, TenantParam
 from kvlinker.doors.http.fields.bodies import (
@@ -40,7 +39,7 @@ from kvlinker.doors.http.fields.bodies import (
     Text,
     metadata_parameter,
 )
-from kvlinker.doors.http.models import ServedModel, ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.doors.http.residency import MOST_SECONDS
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)

@@ -19,7 +19,6 @@ from kvlinker.base.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS, MAX_QUE
 from kvlinker.base.types.tenants import Scope
 from kvlinker.base.types.texts import Piece
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import (
@@ -29,7 +28,7 @@ from kvlinker.doors.http.fields.bodies import (
     ResponseBody,
     Text,
 )
-from kvlinker.doors.http.models import ServedModel, ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.prompting.documents import CONVERTERS, NoTextError, read_document
 from kvlinker.prompting.splitting import MAX_PIECE_TOKENS, splitters
 

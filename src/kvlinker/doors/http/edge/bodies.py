@@ -1,6 +1,5 @@
-"""Bodies of requests: those that are too large or come too slowly are refused, in any server,
-compressed ones are expanded, and long ones are parsed outside the event loop, so that no other
-request waits for them. Behind a body, a client that leaves.
+"""Bodies of requests that are not plain: compressed ones are expanded, and long ones are looked at
+before they are parsed. Behind a body, a client that leaves.
 
 Python's JSON parser holds the interpreter's lock until it is done, in any thread: so the values in
 a body are counted first, piece by piece, and a body with far too many is refused without being
@@ -12,23 +11,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
-import json
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive
 
-from kvlinker.base.errors import InvalidRequestError, KVLinkerError
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import (
     BYTES_PER_TOKEN,
     LEAST_PROMPT_BODY_BYTES,
@@ -49,9 +43,6 @@ _ZSTD_WINDOW_BYTES = 8 * 2**20
 _ZSTD_SLICE_BYTES = 64
 """The bytes of zstd that are expanded at once: each 4 may become 128 KiB."""
 
-LEAST_BYTES_PER_SECOND = 10_000
-"""The rate below which a body is too slow, once its first seconds are over."""
-
 LONG_BODY_BYTES = 16 * 2**10
 """The length of a body from which on it is read in a thread."""
 
@@ -59,45 +50,10 @@ _PIECE_BYTES = 2**16
 
 T = TypeVar("T")
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
 
 def prompt_body_bytes(max_tokens: int) -> int:
     """Return the limit of bodies that hold only prompts, for a window of ``max_tokens`` tokens."""
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
-
-
-def limit_body(receive: Receive, headers: Headers, *, most: int, seconds: float) -> Receive:
-    """Return the source of a body that raises HTTPException for more than ``most`` bytes, and for a
-    body that is not complete in time.
-
-    A body that announces too much is not read at all. It has ``seconds``, and one second more for
-    every ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
-    """
-    announced = int(headers.get("content-length", 0))
-    began = asyncio.get_running_loop().time()
-    received = 0
-    complete = False
-
-    async def receive_limited() -> Message:
-        nonlocal received, complete
-        if announced > most:
-            raise too_large(most)
-        if complete:
-            return await receive()
-        deadline = began + seconds + received / LEAST_BYTES_PER_SECOND
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise _closing(HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time") from None
-        received += len(message.get("body", b""))
-        if received > most:
-            raise too_large(most)
-        complete = not message.get("more_body", False)
-        return message
-
-    return receive_limited
 
 
 async def cancel_on_disconnect(work: Awaitable[T], receive: Receive) -> T:
@@ -125,10 +81,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 def too_large(most: int) -> HTTPException:
     """Return the error of a body of more than ``most`` bytes."""
-    return _closing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {most:,} bytes")
+    return closing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {most:,} bytes")
 
 
-def _closing(status: HTTPStatus, detail: str) -> HTTPException:
+def closing(status: HTTPStatus, detail: str) -> HTTPException:
     """Return the error of a body that is not read to its end, after which the connection ends."""
     return HTTPException(status, detail, headers={"Connection": "close"})
 
@@ -219,72 +175,6 @@ EXPANDERS: dict[str, Callable[[bytes, int], bytes]] = {
     **({} if zstandard is None else {"zstd": _expand_zstd}),
 }
 """Functions that expand a body to at most a number of bytes, by the names of encodings."""
-
-
-class BodyRoute(APIRoute):
-    """A route that parses and validates long bodies in a thread. All routes with a body are such.
-
-    A body is validated by its own class: the framework would make another validator of it, without
-    the rules of its configuration for JSON of any kind.
-    """
-
-    def get_route_handler(self) -> Handler:
-        handle = super().get_route_handler()
-        field = self.body_field
-        if field is None:
-            return handle
-
-        model = field.field_info.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, BaseModel)
-
-        async def read(request: Request) -> Response:
-            body = await request.body()
-            validated = _ValidatedRequest(request.scope, request.receive, body, model)
-            try:
-                return await handle(validated)
-            except HTTPException as error:
-                raise validated.failure or error from None
-
-        return read
-
-
-class _ValidatedRequest(Request):
-    """A request whose body is there. Its ``json`` returns the validated body, which validates to
-    itself at once.
-
-    The framework takes any error of ``json`` for one of syntax: ``failure`` is the one that it was.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, body: bytes, model: type[BaseModel]) -> None:
-        super().__init__(scope, receive)
-        self.failure: Exception | None = None
-        self._body = body
-        self._model = model
-
-    async def json(self) -> Any:
-        try:
-            if len(self._body) < LONG_BODY_BYTES:
-                return self._validated()
-            return await self.app.state.served.encoding.run(self, self._read)
-        except (KVLinkerError, RequestValidationError) as error:
-            self.failure = error
-            raise
-
-    def _read(self) -> Any:
-        check_json(self._body)
-        return self._validated()
-
-    def _validated(self) -> Any:
-        body = json.loads(self._body.decode("utf-8-sig"))
-        try:
-            return self._model.model_validate(body)
-        except ValidationError as error:
-            complaints = [
-                {**complaint, "loc": ("body", *complaint["loc"])}
-                for complaint in error.errors(include_url=False)
-            ]
-            raise RequestValidationError(complaints, body=body) from error
 
 
 def check_json(body: bytes) -> None:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 from weakref import WeakSet
@@ -47,7 +48,7 @@ from kvlinker.base.types.limits import MAX_BODY_BYTES
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge import access_log
 from kvlinker.doors.http.edge.address import is_loopback
-from kvlinker.doors.http.edge.bodies import content_encoding, expand_body, limit_body
+from kvlinker.doors.http.edge.bodies import closing, content_encoding, expand_body, too_large
 from kvlinker.doors.http.edge.errors import (
     ANTHROPIC_HEADER,
     ANTHROPIC_ID_HEADER,
@@ -97,6 +98,9 @@ BROWSER_HEADERS = (
     "Server-Timing",
 )
 """The headers of answers that these pages may read."""
+
+LEAST_BYTES_PER_SECOND = 10_000
+"""The rate below which a body is too slow, once its first seconds are over."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """Matches the ids that clients may give: a word of the log, and of headers."""
@@ -546,6 +550,39 @@ class Guard:
         finally:
             if is_head:
                 scope["route"] = asked.get("route")
+
+
+def limit_body(receive: Receive, headers: Headers, *, most: int, seconds: float) -> Receive:
+    """Return the source of a body that raises HTTPException for more than ``most`` bytes, and for a
+    body that is not complete in time.
+
+    A body that announces too much is not read at all. It has ``seconds``, and one second more for
+    every ``LEAST_BYTES_PER_SECOND`` bytes that have arrived.
+    """
+    announced = int(headers.get("content-length", 0))
+    began = asyncio.get_running_loop().time()
+    received = 0
+    complete = False
+
+    async def receive_limited() -> Message:
+        nonlocal received, complete
+        if announced > most:
+            raise too_large(most)
+        if complete:
+            return await receive()
+        deadline = began + seconds + received / LEAST_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError:
+            raise closing(HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time") from None
+        received += len(message.get("body", b""))
+        if received > most:
+            raise too_large(most)
+        complete = not message.get("more_body", False)
+        return message
+
+    return receive_limited
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:

@@ -21,7 +21,6 @@ from kvlinker.doors.http.answers.answering import completion_responses
 from kvlinker.doors.http.answers.dialects import DialectAnswer, respond_in_dialect
 from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import (
     MessagesError,
     as_messages_error,
@@ -31,7 +30,7 @@ from kvlinker.doors.http.edge.errors import (
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.messages.requests import CountTokensRequest, MessagesRequest
-from kvlinker.doors.http.models import ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM
 

@@ -28,11 +28,10 @@ from kvlinker.doors.http.answers.dialects import DialectAnswer, respond_in_diale
 from kvlinker.doors.http.answers.link_bodies import LinkBody, created_tokens, link_body
 from kvlinker.doors.http.answers.logprobs import ChatLogprob, logprob_bodies
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import BodyRoute
 from kvlinker.doors.http.edge.errors import error_body, error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody
-from kvlinker.doors.http.models import ServedModel, ServedModelParam
+from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.doors.http.responses.requests import (
     Item,
     ItemReference,

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlinker.engines import native
 from kvlinker.engines.contract.attention import AttentionOptions, scaled_scores
 from kvlinker.engines.embedded.attention.kernel import Segments, View
-from kvlinker.engines.embedded.attention.native_call import Dots, Heads, heads
+from kvlinker.engines.embedded.attention.native_kernel import Dots, Heads, heads
 from kvlinker.engines.embedded.model.rotary import Rotary
 
 MOST_QUERIES = 8

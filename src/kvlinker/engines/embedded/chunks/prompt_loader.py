@@ -16,7 +16,6 @@ from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.contract.elsewhere import Elsewhere
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
-from kvlinker.engines.embedded.chunks.places import PlaceBuilder
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.anatomy import keeping
@@ -70,19 +69,20 @@ class PromptLoader:
         throughput: ComputeThroughput,
         *,
         variants: VariantBuilder | None,
-        places: PlaceBuilder,
         prefixes: SpilledPrefixes | None,
         elsewhere: Elsewhere | None,
         restored: Callable[[int], object],
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long
-        computing takes. ``variants`` is offered prompts, some of whose variants may be missing,
-        ``places`` chunks that may not have been computed at their places. ``prefixes`` has the KV
+        computing takes. ``variants`` is offered prompts, some of whose variants may be missing.
+        ``prefixes`` has the KV
         that was evicted from the pool; ``restored`` is called with the number of tokens whose KV
         was read from there. ``elsewhere`` is asked for chunks before they are computed here."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
-        self._kv_bytes = loaded.kv_bytes
+        self._keeps_states = bool(loaded.anatomy.recurrences)
+        # Without states, a chunk's bytes are those of its tokens.
+        self._kv_bytes = loaded.kv_bytes if self._keeps_states else self._token_bytes.__mul__
         self._layers = max(1, len(loaded.layers))
         self._shapes = [each.parts for each in keeping(loaded.layers)]
         self._are_states_of = loaded.are_states_of
@@ -91,7 +91,6 @@ class PromptLoader:
         self._builder = builder
         self._throughput = throughput
         self._variants = variants
-        self._places = places
         self._prefixes = prefixes
         self._elsewhere = elsewhere
         self._restored = restored
@@ -134,8 +133,6 @@ class PromptLoader:
         try:
             _check_wanted(request)
             link = self._begin(request)
-            if link.policy.needs.places and not request.explains:
-                self._places.offer(request.request.prompt.chunks, request.tenant)
             keys, reused = self._keys_of(request, link.chunks), link.prompt.reused
             stored = () if reused is None else reused.stored
             hold = request.hold
@@ -144,9 +141,17 @@ class PromptLoader:
                     hold.extend(self._sizes(keys, link.chunks))
                 if stored:
                     hold.extend({part.key: part.last * self._token_bytes for part in stored})
-            prefix = gather(self._restore(link, stored), list)
-            chunks = gather(self._fetch(request, link, keys), list)
-            done = gather([chunks, prefix], partial(self._complete, request, link))
+            restoring = self._restore(link, stored) if stored else ()
+            fetched = self._fetch(request, link, keys)
+            kvs = [kv for kv in fetched if not isinstance(kv, Future)]
+            if len(kvs) == len(fetched) and not restoring:
+                self._complete(request, link, (kvs, []))
+                return
+            loading = [kv if isinstance(kv, Future) else completed(kv) for kv in fetched]
+            done = gather(
+                [gather(loading, list), gather(restoring, list)],
+                partial(self._complete, request, link),
+            )
         except Exception as error:
             self._fail(request, error)
         else:
@@ -187,40 +192,46 @@ class PromptLoader:
 
     def _restore(self, link: Link, stored: Sequence[StoredKV]) -> list[Future[KV | None]]:
         """Load the KV that the link reuses from disk."""
-        if self._prefixes is None or not stored:
+        if self._prefixes is None:
             return [completed(None) for _ in stored]
         own = link.prompt.reused_own[-sum(map(len, stored)) :]
         return self._prefixes.load(
             [part.key for part in stored], compute_seconds(self._throughput.seconds, own)
         )
 
-    def _fetch(self, request: PromptRequest, link: Link, keys: Sequence[str]) -> list[Future[KV]]:
+    def _fetch(
+        self, request: PromptRequest, link: Link, keys: Sequence[str]
+    ) -> list[KV | Future[KV]]:
         """Fetch the KV of the link's chunks, whose ``keys`` these are: of all of them, if the
-        forecast says that loading pays. Chunks that the plan computes instead, by its forecast, are
-        read to memory for later prompts."""
+        forecast says that loading pays. It is returned where it is in memory. Chunks that the plan
+        computes instead, by its forecast, are read to memory for later prompts."""
         forecast = link.forecast
         if link.plan is not None and forecast is not None and forecast.load != 0:
             others = [chunk for chunk in link.prompt.chunks if chunk not in link.chunks]
             self._store.load_ahead(self._keys_of(request, others))
-        found: list[Future[KV | None]]
-        if request.resident_only:
-            found = [completed(self._store.get_resident(key)) for key in keys]
-        else:
+        chunks = link.chunks
+        found = [self._store.get_resident(key) for key in keys]
+        loading: dict[int, Future[KV | None]] = {}
+        absent = [index for index, kv in enumerate(found) if kv is None]
+        if absent and not request.resident_only:
             urgency = self._throughput.urgency(
                 link.computed,
-                cached=sum([len(chunk.tokens) for chunk in link.chunks]),
+                cached=sum([len(chunks[index].tokens) for index in absent]),
                 decided=forecast is not None and forecast.worth_loading,
                 alone=self._scheduler.is_alone(request),
             )
-            found = self._store.load(keys, urgency)
-        return [
-            fall_back(
-                kv,
-                partial(self._obtain, request, link, key, chunk),
-                accepts=partial(self._is_enough, link, chunk),
-            )
-            for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
-        ]
+            loads = self._store.load([keys[index] for index in absent], urgency)
+            loading = dict(zip(absent, loads, strict=True))
+        fetched: list[KV | Future[KV]] = []
+        for index, (kv, key, chunk) in enumerate(zip(found, keys, chunks, strict=True)):
+            if kv is not None and self._is_enough(link, chunk, kv):
+                fetched.append(kv)
+                continue
+            obtain = partial(self._obtain, request, link, key, chunk)
+            accepts = partial(self._is_enough, link, chunk)
+            first: Future[KV | None] = loading[index] if index in loading else completed(kv)
+            fetched.append(fall_back(first, obtain, accepts))
+        return fetched
 
     def _is_enough(self, link: Link, chunk: Chunk, kv: KV) -> bool:
         """Return whether the KV is the chunk's, and has the scores that the link's policy needs.
@@ -250,7 +261,7 @@ class PromptLoader:
             indexed = None if layer.index is None else layer.index.shape
             if indexed != ((index[0][0], tokens, index[0][1]) if index else None):
                 return False
-        return self._are_states_of(tokens, kv.states)
+        return self._are_states_of(tokens, kv.states) if self._keeps_states else not kv.states
 
     def _obtain(
         self, request: PromptRequest, link: Link, key: str, chunk: Chunk, stored: KV | None

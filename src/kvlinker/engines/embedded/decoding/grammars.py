@@ -42,7 +42,9 @@ class GrammarGuides:
         self._keeping = threading.Lock()
         self._compiled: OrderedDict[AnswerGrammar, LLMatcher] = OrderedDict()  # last used last
         self._thread = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
-        self._postponed: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+        self.postponed: list[tuple[Future[Mask], Callable[[], Mask]]] = []
+        """The masks to begin by ``start``. For the engine's thread."""
+
         self.vocabulary = loaded.vocabulary
 
     def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
@@ -65,18 +67,17 @@ class GrammarGuides:
     def postpone(self, work: Callable[[], Mask]) -> Future[Mask]:
         """Compute a mask after ``start``. For the engine's thread."""
         future: Future[Mask] = Future()
-        self._postponed.append((future, work))
+        self.postponed.append((future, work))
         return future
 
     def start(self) -> None:
         """Begin the postponed masks, which are wanted after the step that begins. For the engine's
         thread. Raises EngineClosedError."""
-        if self._postponed:
-            together, self._postponed = self._postponed, []
-            try:
-                self._thread.submit(_compute, together)
-            except RuntimeError:
-                raise engine_closed() from None
+        together, self.postponed = self.postponed, []
+        try:
+            self._thread.submit(_compute, together)
+        except RuntimeError:
+            raise engine_closed() from None
 
     def forget(self, grammar: AnswerGrammar, matcher: LLMatcher) -> None:
         """Keep a matcher no longer that has failed: its copies share its lexer, which takes no more

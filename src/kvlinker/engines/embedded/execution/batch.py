@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlinker.engines.contract.observation import Observer
 from kvlinker.engines.embedded.attention.kernel import AttentionKernel, AttentionPlan, View
-from kvlinker.engines.embedded.attention.native_call import heads
+from kvlinker.engines.embedded.attention.native_kernel import heads
 from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.engines.embedded.execution.capturing import Recorder
 from kvlinker.engines.embedded.execution.layers_ahead import LayersAhead, layer_of

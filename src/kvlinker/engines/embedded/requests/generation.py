@@ -25,12 +25,12 @@ from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, 
 from kvlinker.engines.embedded.decoding.sampling import Sampler
 from kvlinker.engines.embedded.execution.batch import SharedChunk
 from kvlinker.engines.embedded.execution.capturing import AnswerCapture, Recorder, RecordingRoom
-from kvlinker.engines.embedded.kv_cache.paths import SequencePath, linked_path
+from kvlinker.engines.embedded.kv_cache.paths import linked_path
 from kvlinker.engines.embedded.kv_cache.states import kept_positions
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKind
-from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
+from kvlinker.engines.embedded.requests.sequence import FindPath, Refining, TokenSequence
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
 from kvlinker.linking.plan import Range, ranges
@@ -199,12 +199,13 @@ class PromptRequest(Request):
             attention=None if self._attention is None else self._attention.attention,
         )
 
-    def _path(self, link: Link) -> SequencePath | None:
-        """Return the path that the KV of the linked prompt depends on; None if it is not kept."""
+    def _path(self, link: Link) -> FindPath | None:
+        """Return what finds the path that the KV of the linked prompt depends on; None if it is not
+        kept."""
         assert link.plan is not None
         if not self.reuses:
             return None
-        return linked_path(self.request.sharer, link.plan, self._linked_keys)
+        return partial(linked_path, self.request.sharer, link.plan, self._linked_keys)
 
     def _probe(self, prompt: Prompt) -> QuestionProbe:
         return QuestionProbe(np.zeros((self._layers, len(prompt)), dtype=np.float32))

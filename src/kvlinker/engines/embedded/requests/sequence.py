@@ -36,6 +36,9 @@ KEPT_TOKENS = 512
 more on CPUs, so that each part of a path is worth its look-up."""
 
 
+FindPath = Callable[[], SequencePath]
+
+
 class Refining(NamedTuple):
     """A refinement, and the observer of the question's attention on chunks that its policy needs;
     None if it needs none."""
@@ -57,7 +60,7 @@ class TokenSequence:
         runs: Sequence[Range],
         *,
         shared: Sequence[SharedChunk] = (),
-        path: SequencePath | None = None,
+        path: FindPath | None = None,
         reused: ReusedPrefix | None = None,
         restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
@@ -71,8 +74,8 @@ class TokenSequence:
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see
         ``shared`` chunks. The KV of what is ``reused`` is expected to be in the pool. That of
-        ``reused.stored`` is ``restored`` from disk, None where it was lost. ``path`` is what the KV
-        depends on, for a sequence whose KV may be reused later.
+        ``reused.stored`` is ``restored`` from disk, None where it was lost. ``path`` finds what the
+        KV depends on, when that is asked first, for a sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence
         gives no logits. ``answer`` collects the KV of generated tokens. With ``probe``, the runs
@@ -109,7 +112,7 @@ class TokenSequence:
         self._reused_state: SequenceState | None = None
         self._prompt_state: SequenceState | None = None
         self._is_shared = False
-        self.path = path
+        self._find_path = path
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
@@ -204,18 +207,28 @@ class TokenSequence:
         return self.pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
     @property
+    def path(self) -> SequencePath | None:
+        """What the KV depends on; None for a sequence whose KV is not reused later."""
+        if self._find_path is None:
+            return None
+        path = self._find_path()
+        self._find_path = lambda: path
+        return path
+
+    @property
     def path_so_far(self) -> SequencePath:
         """The path of what is computed, of which a first pass computes nothing behind a chunk."""
-        assert self.path is not None
+        path = self.path
+        assert path is not None
         if not self.prompt_in_place:
             end = self.pending[0][0] if self.pending else self.prompt_length
             if self.probe is not None:
-                end = min([end, *self.path.chunks])
-            return self.path.computed_to(end)
-        if len(self.path.tokens) < self.prompt_length:
-            return self.path
+                end = min([end, *path.chunks])
+            return path.computed_to(end)
+        if len(path.tokens) < self.prompt_length:
+            return path
         return replace(
-            self.path,
+            path,
             tokens=self._tokens[: self.pending[0][0] if self.pending else self.length].copy(),
         )
 
@@ -241,12 +254,12 @@ class TokenSequence:
         self,
         runs: Sequence[Range],
         refine: Callable[[], Refining] | None,
-        path: SequencePath | None = None,
+        path: FindPath | None = None,
     ) -> None:
         """Compute these runs instead, after the first pass."""
         keeps_state = self.state is not None
         self.probe, self.state = None, self._reused_state
-        self.path = path
+        self._find_path = path
         self._has_begun = refine is None
         self._refine = refine
         self._compute(runs)
@@ -277,7 +290,7 @@ class TokenSequence:
             self.tokens[: self.prompt_length],
             self._prompt_runs,
             shared=self._shared,
-            path=self.path,
+            path=self._find_path,
             reused=self.reused,
             most_tokens=len(self._tokens),
             refine=self._refine,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.engines import native
-from kvlinker.engines.embedded.attention.native_call import (
+from kvlinker.engines.embedded.attention.native_kernel import (
     Heads,
     NativeCall,
     Rotation,

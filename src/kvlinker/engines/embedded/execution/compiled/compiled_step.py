@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvlinker.engines import native
-from kvlinker.engines.embedded.attention.native_call import Rotation
-from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention, NativePlan, Rotation
 from kvlinker.engines.embedded.execution.batch import Batch, BatchSegments, SegmentTable, StepResult
 from kvlinker.engines.embedded.execution.compiled.bound_program import (
     BoundProgram,

@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 
-from kvlinker.base.loop_inbox import LoopInbox, inbox_of
+from kvlinker.engines.contract.output import LoopInbox, inbox_of
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
