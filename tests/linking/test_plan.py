@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.linking import Policy, make_plan, parse_policy
-from kvlinker.linking.plan import ranges
+from kvlinker.prompting.segments import ranges
 from tests.linking.test_policies import NOTHING, chunk_prompt
 
 

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
 from kvlinker.doors.http.edge.access_log import note_replica, note_route
-from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json, wait_for_disconnect
+from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.errors import (
     REQUEST_ID_HEADER,
     as_messages_error,
@@ -31,7 +31,7 @@ from kvlinker.doors.http.edge.errors import (
     error_response,
     request_id_of,
 )
-from kvlinker.doors.http.edge.guards import REFUSED_HEADER, keys_of
+from kvlinker.doors.http.edge.guards import REFUSED_HEADER, keys_of, wait_for_disconnect
 from kvlinker.doors.http.edge.request_spans import headers_of_trace, note_attributes
 from kvlinker_fleet.backends import UNANSWERED, Backend, Backends
 from kvlinker_fleet.naming import PromptOutline, outline_of, response_name

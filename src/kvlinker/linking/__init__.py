@@ -10,9 +10,9 @@ from kvlinker.linking.evidence import (
     Variant,
 )
 from kvlinker.linking.explanation import Explanation
-from kvlinker.linking.link import Link
+from kvlinker.linking.link import Link, make_plan, probe_plan
 from kvlinker.linking.parameters import choice, number, percentage
-from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
+from kvlinker.linking.plan import LinkPlan, Placement
 from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import (
     as_policy,

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Forecast
 from kvlinker.linking.notebook import State, tokens_html
-from kvlinker.linking.plan import Range, ranges
 from kvlinker.linking.selection import Score
-from kvlinker.prompting.segments import CachedSegment, Prompt
+from kvlinker.prompting.segments import CachedSegment, Prompt, Range, ranges
 
 ATTENTION_DIGITS = 3
 """The number of significant digits of attention weights in JSON, of which there are many."""

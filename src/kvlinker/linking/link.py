@@ -24,21 +24,11 @@ from kvlinker.linking.explanation import (
     layer_ranges,
     linked_segments,
 )
-from kvlinker.linking.plan import (
-    ChunkUse,
-    LinkPlan,
-    Placement,
-    Range,
-    chunk_uses,
-    layer_masks,
-    make_plan,
-    probe_plan,
-    ranges,
-)
+from kvlinker.linking.plan import ChunkUse, LinkPlan, Placement, chunk_uses, layer_masks
 from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompting.segments import Prompt, ReusedPrefix
+from kvlinker.prompting.segments import Prompt, Range, ReusedPrefix, ranges
 
 logger = logging.getLogger(__name__)
 
@@ -345,6 +335,69 @@ class Link:
             if link.probing or link._nothing_to_choose:
                 return replace(link, plan=probe_plan(self.prompt, self.policy))
             return replace(link, plan=make_plan(self.prompt, self.policy, evidence))
+
+
+def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
+    """Turn a policy's selection into a plan. Raises ValueError for one that is no mask of the
+    prompt's positions."""
+    return _plan_of_selections(
+        prompt, policy, tuple(_selection(prompt, part, evidence) for part in policy.parts)
+    )
+
+
+def _selection(prompt: Prompt, policy: Policy, evidence: Evidence) -> NDArray[np.bool_]:
+    mask = np.asarray(policy.select(prompt, evidence), dtype=np.bool_)
+    if mask.shape != (len(prompt),):
+        raise ValueError(f"select returned shape {mask.shape} for {len(prompt)} tokens")
+    return mask & prompt.cached & prompt.changeable
+
+
+def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
+    """Plan the first pass of a policy that needs the question's attention: only fresh tokens are
+    computed."""
+    return _plan_of_selections(
+        prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts)
+    )
+
+
+def _plan_of_selections(
+    prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]
+) -> LinkPlan:
+    """Plan to compute the selected tokens, and always fresh tokens and the prompt's last token,
+    whose logits are needed.
+
+    The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to
+    see or keep that of all tokens.
+    """
+    computed = np.logical_or.reduce([~prompt.cached, *selections])
+    computed[-1:] = True
+    own = computed.copy()
+    own[prompt.reused_own] = True
+    placements = []
+    for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
+        kept = np.flatnonzero(~own[span.start : span.end])
+        if span.end > prompt.reused_tokens and (
+            policy.needs.refines or policy.needs.question_attention
+        ):
+            first, last = 0, span.length
+        elif kept.size:
+            first, last = int(kept[0]), int(kept[-1]) + 1
+        else:
+            continue
+        rotary_start = span.start if policy.positioned else len(chunk.prefix)
+        placements.append(Placement(chunk, span.start, first, last, rotary_start))
+    fresh_tokens = int((~prompt.cached).sum())
+    recomputed_tokens = int(computed.sum()) - fresh_tokens
+    return LinkPlan(
+        policy=policy,
+        prompt=prompt,
+        placements=tuple(placements),
+        runs=ranges(computed),
+        cached_tokens=len(prompt) - fresh_tokens - recomputed_tokens,
+        recomputed_tokens=recomputed_tokens,
+        fresh_tokens=fresh_tokens,
+        selections=selections,
+    )
 
 
 def policy_failed(policy: Policy, error: Exception) -> KVLinkerError:

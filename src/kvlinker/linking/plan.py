@@ -10,12 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.policy import Policy
-from kvlinker.prompting.segments import Prompt
-
-Range = tuple[int, int]
-"""Positions [begin, end)."""
+from kvlinker.prompting.segments import Prompt, Range
 
 DroppedTokens = tuple[int, NDArray[np.int64]]
 """Tokens that a policy dropped between layers: the first layer that does without them, and their
@@ -72,75 +68,6 @@ class LinkPlan:
         for begin, end in self.runs:
             mask[begin:end] = True
         return mask
-
-
-def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
-    """Turn a policy's selection into a plan. Raises ValueError for one that is no mask of the
-    prompt's positions."""
-    return _plan_of_selections(
-        prompt, policy, tuple(_selection(prompt, part, evidence) for part in policy.parts)
-    )
-
-
-def _selection(prompt: Prompt, policy: Policy, evidence: Evidence) -> NDArray[np.bool_]:
-    mask = np.asarray(policy.select(prompt, evidence), dtype=np.bool_)
-    if mask.shape != (len(prompt),):
-        raise ValueError(f"select returned shape {mask.shape} for {len(prompt)} tokens")
-    return mask & prompt.cached & prompt.changeable
-
-
-def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
-    """Plan the first pass of a policy that needs the question's attention: only fresh tokens are
-    computed."""
-    return _plan_of_selections(
-        prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts)
-    )
-
-
-def _plan_of_selections(
-    prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]
-) -> LinkPlan:
-    """Plan to compute the selected tokens, and always fresh tokens and the prompt's last token,
-    whose logits are needed.
-
-    The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to
-    see or keep that of all tokens.
-    """
-    computed = np.logical_or.reduce([~prompt.cached, *selections])
-    computed[-1:] = True
-    own = computed.copy()
-    own[prompt.reused_own] = True
-    placements = []
-    for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
-        kept = np.flatnonzero(~own[span.start : span.end])
-        if span.end > prompt.reused_tokens and (
-            policy.needs.refines or policy.needs.question_attention
-        ):
-            first, last = 0, span.length
-        elif kept.size:
-            first, last = int(kept[0]), int(kept[-1]) + 1
-        else:
-            continue
-        rotary_start = span.start if policy.positioned else len(chunk.prefix)
-        placements.append(Placement(chunk, span.start, first, last, rotary_start))
-    fresh_tokens = int((~prompt.cached).sum())
-    recomputed_tokens = int(computed.sum()) - fresh_tokens
-    return LinkPlan(
-        policy=policy,
-        prompt=prompt,
-        placements=tuple(placements),
-        runs=ranges(computed),
-        cached_tokens=len(prompt) - fresh_tokens - recomputed_tokens,
-        recomputed_tokens=recomputed_tokens,
-        fresh_tokens=fresh_tokens,
-        selections=selections,
-    )
-
-
-def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
-    """Find the maximal ranges [begin, end) where ``mask`` [length] is true."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from kvlinker.base.types.chunks import Chunk, Origin
 Span = tuple[int, int]
 """Characters [begin, end) of a text."""
 
+Range = tuple[int, int]
+"""Positions [begin, end)."""
+
 _NO_POSITIONS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -320,3 +323,9 @@ class Prompt:
         mask = np.ones(self.length, dtype=np.bool_)
         mask[: self.reused_tokens] = False
         return mask
+
+
+def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
+    """Find the maximal ranges [begin, end) where ``mask`` [length] is true."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 Rest = Callable[[], None]
 """Called between small pieces of background work; returns when the work may go on."""
@@ -20,26 +19,15 @@ def no_rest() -> None:
 
 
 class Throttle:
-    """Tracks whether a computation is under way, and makes background work rest meanwhile."""
+    """Makes background work rest while a computation is under way."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """``clock`` measures how long background work takes."""
         self._clock = clock
-        self._changed = threading.Condition()
-        self._computations = 0
+        self.idle = threading.Event()
+        """Cleared by the engine's thread while it computes on this machine's processors."""
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Enter around a computation on this machine's processors; any thread, also several at
-        once."""
-        with self._changed:
-            self._computations += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._computations -= 1
-                self._changed.notify_all()
+        self.idle.set()
 
     def rests(self) -> Rest:
         """Return the rest for one thread's work, which begins now. Each call of it sleeps long
@@ -50,8 +38,9 @@ class Throttle:
         def rest() -> None:
             nonlocal began
             worked = self._clock() - began
-            with self._changed:
-                self._changed.wait_for(lambda: not self._computations, worked * (1 / SHARE - 1))
+            until = time.monotonic() + worked * (1 / SHARE - 1)
+            while not self.idle.is_set() and (left := until - time.monotonic()) > 0:
+                self.idle.wait(left)  # it also returns where the next computation has begun
             began = self._clock()
 
         return rest

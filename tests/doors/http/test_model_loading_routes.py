@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from kvlinker.doors.http.choices import Choices, RecentRequests
+from kvlinker.doors.http.answers.answering import Choices
+from kvlinker.doors.http.models import RecentRequests
 from kvlinker.llm import LLM
 from kvlinker.settings.settings import BUNDLED_MODEL
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings

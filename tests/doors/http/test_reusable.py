@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvlinker.doors.http.choices import LEAST_REUSABLE, MOST_KEPT, RecentRequests
 from kvlinker.doors.http.fields.server_status import RecentRequest
+from kvlinker.doors.http.models import LEAST_REUSABLE, MOST_KEPT, RecentRequests
 from kvlinker.llm import LLM
 from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
 from tests.service.implicit.test_seen_lines import document

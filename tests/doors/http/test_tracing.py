@@ -16,8 +16,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvlinker.base.installing import install_command
 from kvlinker.doors.http.app import create_app
-from kvlinker.doors.http.choices import Tracing
 from kvlinker.doors.http.edge.request_spans import provider_from_environment
+from kvlinker.doors.http.models import Tracing
 from tests.doors.http.serving import Served, listening
 from tests.waiting import PATIENCE, wait_until
 

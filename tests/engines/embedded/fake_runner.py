@@ -3,7 +3,6 @@ tokens lie in them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,8 +27,8 @@ from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, Step
 from kvlinker.engines.embedded.scheduling.queues import Admission
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
-from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
+from kvlinker.prompting.segments import Range
 from kvlinker.store import HostTier, LayerKV, Speeds
 from kvlinker.store.chunk_store import Holds
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -375,7 +374,6 @@ class Simulation:
             self.scheduler,
             self.runner,
             self.throughput,
-            computing=contextlib.nullcontext,
             clock=self.timing.clock,
         )
 

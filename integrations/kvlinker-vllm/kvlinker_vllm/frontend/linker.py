@@ -17,8 +17,9 @@ from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.linking.explanation import Explanation, PromptCost
 from kvlinker.linking.link import Link
-from kvlinker.linking.plan import ChunkUse, LinkPlan, layer_masks, ranges
+from kvlinker.linking.plan import ChunkUse, LinkPlan, layer_masks
 from kvlinker.linking.refinement import Refinement
+from kvlinker.prompting.segments import ranges
 from kvlinker_vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker_vllm.frontend.client import VLLMClient
 from kvlinker_vllm.protocol.transfer_plan import (

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 from kvlinker.store import ChunkKV
 from kvlinker.store.memory.lane import Arrival, CopyLane, lane_to
 from kvlinker_vllm.adapter import AttentionLayer, BoundModel, VirtualSequences

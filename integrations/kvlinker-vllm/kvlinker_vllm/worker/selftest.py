@@ -18,7 +18,7 @@ from kvlinker.engines.contract.selftest import (
     TOLERANCE,
     SelfTestCheck,
 )
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 from kvlinker.store import ChunkKV
 from kvlinker_vllm.adapter import AttentionLayer, BoundModel, VirtualSequences
 from kvlinker_vllm.protocol.transfer_plan import CapturedChunk

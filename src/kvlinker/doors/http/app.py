@@ -28,7 +28,6 @@ from kvlinker.doors.http import (
     tokenize,
 )
 from kvlinker.doors.http.answers import chat, completions
-from kvlinker.doors.http.choices import Tracing
 from kvlinker.doors.http.edge.bodies import prompt_body_bytes
 from kvlinker.doors.http.edge.errors import error_model, error_responses
 from kvlinker.doors.http.edge.guards import (
@@ -43,7 +42,7 @@ from kvlinker.doors.http.fields.bodies import LeftOut
 from kvlinker.doors.http.messages import routes as messages
 from kvlinker.doors.http.messages.routes import MessageStreamEvent
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.doors.http.models import EmbeddingTurns, ServedModel
+from kvlinker.doors.http.models import EmbeddingTurns, ServedModel, Tracing
 from kvlinker.doors.http.responses import routes as responses
 from kvlinker.doors.http.responses.routes import ResponseStreamEvent
 from kvlinker.llm import LLM

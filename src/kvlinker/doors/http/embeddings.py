@@ -15,9 +15,8 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from kvlinker.base.errors import InvalidRequestError, ModelNotFoundError
 from kvlinker.base.types.limits import MOST_EMBEDDED
 from kvlinker.doors.http.edge.access_log import note_tokens
-from kvlinker.doors.http.edge.bodies import cancel_on_disconnect
 from kvlinker.doors.http.edge.errors import error_responses
-from kvlinker.doors.http.edge.guards import TenantParam
+from kvlinker.doors.http.edge.guards import TenantParam, cancel_on_disconnect
 from kvlinker.doors.http.fields.bodies import (
     NonemptyText,
     RequestBody,

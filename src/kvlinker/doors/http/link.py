@@ -16,9 +16,8 @@ from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.doors.http.answers.link_bodies import LinkExplanation
-from kvlinker.doors.http.edge.bodies import cancel_on_disconnect
 from kvlinker.doors.http.edge.errors import blaming, error_responses
-from kvlinker.doors.http.edge.guards import TenantParam
+from kvlinker.doors.http.edge.guards import TenantParam, cancel_on_disconnect
 from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     ResponseBody,

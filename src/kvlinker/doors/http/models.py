@@ -1,5 +1,11 @@
 """The model that an app serves, as all routes reach it, and routes whose bodies its threads parse;
-GET /v1/models."""
+GET /v1/models.
+
+Beside the model: its running and last requests (for /status and the log), and traces by
+OpenTelemetry: a span for each choice, with one for each of its stages. FastAPI makes the span of
+the HTTP request around them. Without the extra ``otel``, or if OpenTelemetry is not set up, nothing
+is traced, and requests are not slowed.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,17 @@ import asyncio
 import json
 import logging
 import re
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 import anyio.to_thread
 import numpy as np
@@ -31,23 +41,40 @@ from kvlinker.base.errors import (
     ModelNotFoundError,
     PermissionDeniedError,
 )
-from kvlinker.doors.http.choices import RecentRequests, Tracing
 from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from kvlinker.doors.http.edge.errors import ANTHROPIC_HEADER, error_responses, note_ignored
 from kvlinker.doors.http.edge.guards import Caller, CallerParam, Drain
 from kvlinker.doors.http.fields.bodies import RequestBody, ResponseBody, Text, ignored_paths
+from kvlinker.doors.http.fields.server_status import RecentRequest, RunningRequest
 from kvlinker.doors.http.metrics import Metrics
-from kvlinker.engines.contract.contract import check_room
+from kvlinker.engines.contract.contract import Failed, Finished, check_room
 from kvlinker.engines.contract.machine_models import Model, models_here
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, ReadPrompt
 from kvlinker.service.embedding import Embedder, EmbeddingRequest
 from kvlinker.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Tracer, TracerProvider
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+MOST_KEPT = 256
+"""The most requests that are remembered, of all tenants together."""
+
+MOST_SHOWN = 20
+"""The most requests that a caller is shown."""
+
+LEAST_REUSABLE = 1024
+"""The tokens that other settings would have found cached, after which the log says so: fewer are
+computed in a second or so."""
+
+STAGES = ("load", "queue", "link", "decode")
+"""The stages of a choice in their order; each is a field of ``Timing`` and the name of a span."""
 
 MOST_NAMED = 200
 """The most fields that the log names; their names are callers' text."""
@@ -176,6 +203,184 @@ class EmbeddingTurns:
                 computed = await asyncio.wrap_future(embedder.submit(asked, batch))
             vectors[batch.places] = computed
         return vectors
+
+
+class RunningAnswer(Protocol):
+    """The choices of one request, while they are generated."""
+
+    tenant: str
+    began: float
+    """When it was, by ``time.monotonic``."""
+
+    prompts: Mapping[str, ReadPrompt]
+    """By the request's fields that they come from."""
+
+    output_tokens: int
+    """Counted over all choices so far."""
+
+    @property
+    def ended(self) -> bool:
+        """True once all choices have ended."""
+
+
+class RecentRequests:
+    """The running requests and the last ones; a tenant sees its own, and an admin all. Methods may
+    be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: WeakSet[RunningAnswer] = WeakSet()
+        self._requests: deque[tuple[str, RecentRequest]] = deque(maxlen=MOST_KEPT)
+        self._prompt_tokens = 0
+        self._is_said = False
+        self.reusable = 0
+        """The tokens since the start that would have been cached with ``implicit = "auto"``."""
+
+    def begin(self, choices: RunningAnswer) -> None:
+        """Count a request as running until its choices have ended."""
+        with self._lock:
+            self._running.add(choices)
+
+    def running(self, tenant: str | None) -> list[RunningRequest]:
+        """Return a tenant's requests that are being answered, the last one first; None for those of
+        all."""
+        now = time.monotonic()
+        with self._lock:
+            begun = [choices for choices in self._running if not choices.ended]
+        shown = [each for each in begun if tenant in (None, each.tenant)]
+        return [
+            RunningRequest(
+                tenant=each.tenant,
+                policy=next(iter(each.prompts.values())).policy.name,
+                seconds=round(now - each.began, 1),
+                prompt_tokens=sum(len(read.prompt) for read in each.prompts.values()),
+                output_tokens=each.output_tokens,
+            )
+            for each in sorted(shown, key=lambda each: each.began, reverse=True)[:MOST_SHOWN]
+        ]
+
+    def add(self, tenant: str, request: RecentRequest) -> None:
+        """Remember a request that has ended; say once in the log if other settings would spare
+        much."""
+        with self._lock:
+            self._requests.append((tenant, request))
+            self.reusable += request.reusable
+            self._prompt_tokens += request.cached + request.recomputed + request.fresh
+            says = self.reusable >= LEAST_REUSABLE and not self._is_said
+            self._is_said = self._is_said or says
+        if says:
+            logger.info(
+                "Of %d prompt tokens so far, %d stood in earlier prompts at another place, and were"
+                " computed again. With --implicit auto (KVLINKER_IMPLICIT=auto) they are found.",
+                self._prompt_tokens,
+                self.reusable,
+            )
+
+    def of(self, tenant: str | None) -> list[RecentRequest]:
+        """Return a tenant's last requests, the last one first; None for those of all."""
+        with self._lock:
+            kept = list(self._requests)
+        shown = [request for owner, request in reversed(kept) if tenant in (None, owner)]
+        return shown[:MOST_SHOWN]
+
+
+class Tracing:
+    """Makes the traces of requests' choices."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        """With None for ``provider``, the one that a program has set up for itself is used. Raises
+        ImportError if OpenTelemetry is not installed."""
+        from opentelemetry import trace
+
+        self._tracer = trace.get_tracer("kvlinker", version("kvlinker"), provider)
+
+    @classmethod
+    def if_installed(cls, provider: TracerProvider | None = None) -> Tracing | None:
+        """Make one; None if OpenTelemetry is not installed."""
+        try:
+            return cls(provider)
+        except ImportError:
+            return None
+
+    def begin(self, headers: Mapping[str, str]) -> RequestTrace:
+        """Return the trace of the choices of the HTTP request that the caller answers, and that has
+        these headers.
+
+        Their spans belong to the request's span, or, where it has none, to the one that
+        ``traceparent`` names.
+        """
+        from opentelemetry import context, propagate, trace
+
+        is_traced = trace.get_current_span().get_span_context().is_valid
+        return RequestTrace(
+            self._tracer, context.get_current() if is_traced else propagate.extract(headers)
+        )
+
+
+class RequestTrace:
+    """Traces the choices of one HTTP request."""
+
+    def __init__(self, tracer: Tracer, parent: Context) -> None:
+        """Begin now; spans belong to the one of ``parent``."""
+        self._tracer = tracer
+        self._parent = parent
+        self._begun = time.time_ns()
+
+    def ended(self, choice: int, prompt: ReadPrompt, event: Finished | Failed) -> None:
+        """Make the spans of a choice that ends now; ``choice`` is its number among those of its
+        prompt."""
+        now = time.time_ns()
+        finished = event if isinstance(event, Finished) else None
+        stages = [] if finished is None else _stages(finished, now)
+        span = self._tracer.start_span(
+            "generate",
+            self._parent,
+            attributes={
+                "kvlinker.policy": prompt.policy.name,
+                "kvlinker.chunks": len(prompt.prompt.spans),
+                "kvlinker.choice": choice,
+                **_usage(event),
+            },
+            start_time=stages[0][1] if stages else self._begun,
+        )
+        if not span.is_recording():
+            return
+        from opentelemetry import trace
+
+        if finished is None:
+            span.set_status(trace.StatusCode.ERROR)
+        inside = trace.set_span_in_context(span, self._parent)
+        for name, begin, end in stages:
+            self._tracer.start_span(name, inside, start_time=begin).end(end)
+        span.end(now)
+
+
+def _usage(event: Finished | Failed) -> dict[str, Any]:
+    """Return the attributes of a choice's span: how it ended, and its costs."""
+    if isinstance(event, Failed):
+        return {"error.type": event.error.code}
+    usage = event.usage
+    return {
+        "kvlinker.tokens.cached": usage.cached_tokens,
+        "kvlinker.tokens.exact_cached": usage.exact_cached_tokens,
+        "kvlinker.tokens.recomputed": usage.recomputed_tokens,
+        "kvlinker.tokens.fresh": usage.fresh_tokens,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+        "gen_ai.response.finish_reasons": (event.reason,),
+    }
+
+
+def _stages(finished: Finished, now: int) -> list[tuple[str, int, int]]:
+    """Return the name, begin and end of each stage of a choice that ends ``now``; times are in
+    nanoseconds of Unix time, and stages that took no time are left out."""
+    stages = []
+    for name in reversed(STAGES):
+        begin = now - round(getattr(finished.timing, name) * 1e9)
+        if begin < now:
+            stages.append((name, begin, now))
+        now = begin
+    return stages[::-1]
 
 
 @dataclass(frozen=True, slots=True)

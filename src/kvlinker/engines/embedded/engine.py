@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar, cast
 
@@ -246,7 +245,7 @@ class EmbeddedEngine:
             self.runner,
             throughput,
             guides=self._grammars,
-            computing=store.throttle.computing if on_host and store.slower_tiers() else nullcontext,
+            idle=store.throttle.idle if on_host else None,
         )
         self._loop.start()
         atexit.register(

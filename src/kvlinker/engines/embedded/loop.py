@@ -3,13 +3,11 @@ until the model computes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -109,17 +107,16 @@ class EngineLoop:
         throughput: ComputeThroughput,
         *,
         guides: GrammarGuides | None = None,
-        computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        idle: threading.Event | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``throughput`` gets the times of steps, by the ``clock``. ``guides`` compute the masks of
-        grammars while the model computes. ``computing`` is a context entered around each forward
-        pass."""
+        grammars while the model computes. ``idle`` is cleared during forward passes."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
         self._guides = guides
-        self._computing = computing
+        self._idle = idle or threading.Event()
         self._clock = clock
         self.outbox = Outbox()
         """Keeps events for callers until the model is about to compute."""
@@ -198,15 +195,15 @@ class EngineLoop:
         begin, begin_cpu = self._clock(), time.thread_time()
         result = StepResult({}, {}, {})
         computing = step.requests
+        self._idle.clear()
         try:
-            with self._computing():
-                if step.batch.runs:
-                    result = self._runner.step(step.batch, self._scheduler.wait_in_step)
-                    if result.is_usual:
-                        self._throughput.note(step.batch, self._clock() - begin)
-                if step.piece is not None:
-                    computing = (step.piece.request,)
-                    result = self._with_layers(step.piece, begin + step.seconds, result)
+            if step.batch.runs:
+                result = self._runner.step(step.batch, self._scheduler.wait_in_step)
+                if result.is_usual:
+                    self._throughput.note(step.batch, self._clock() - begin)
+            if step.piece is not None:
+                computing = (step.piece.request,)
+                result = self._with_layers(step.piece, begin + step.seconds, result)
         except Exception as error:
             logger.exception("A step failed; its requests are given up.")
             for request in computing:
@@ -214,6 +211,8 @@ class EngineLoop:
                 self._end(request, self._failure(request, failed))
             if computing is step.requests:
                 return None
+        finally:
+            self._idle.set()
         seconds, cpu = self._clock() - begin, time.thread_time() - begin_cpu
         self._restart_late(step, result)
         for request in working:  # before any ends: its KV goes with its state

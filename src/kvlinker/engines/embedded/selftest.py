@@ -53,7 +53,7 @@ from kvlinker.engines.embedded.model.oracles.masked import Oracle
 from kvlinker.engines.embedded.model.oracles.referee import Referee
 from kvlinker.engines.embedded.model.precision import in_fp32
 from kvlinker.engines.embedded.model.preparing import prepare
-from kvlinker.linking.plan import Range, ranges
+from kvlinker.prompting.segments import Range, ranges
 from kvlinker.store.chunk_kv import ChunkKV, changed
 
 CHUNKS = ((23, 40), (40, 61), (66, 80))

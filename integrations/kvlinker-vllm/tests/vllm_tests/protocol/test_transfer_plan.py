@@ -6,7 +6,7 @@ from tests.engines.embedded.conftest import linked_prompt
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.linking import Evidence, make_plan, parse_policy
-from kvlinker.linking.plan import probe_plan
+from kvlinker.linking.link import probe_plan
 from kvlinker_vllm.protocol.signature import SIGNATURE, PlanSigner
 from kvlinker_vllm.protocol.steps import StepBudget, TransferProgress
 from kvlinker_vllm.protocol.transfer_plan import (

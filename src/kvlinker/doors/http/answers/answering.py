@@ -1,5 +1,7 @@
 """Answers of all routes that generate: from prompts to a response, whole or as server-sent events.
 
+``Choices`` are a request's while they are generated: events pass from the engine's thread to the
+event loop.
 An ``AnswerFormat`` has an API's words: ``CompletionAnswer`` those of completions, ``DialectAnswer``
 (``kvlinker.doors.http.answers.dialects``) those of other APIs.
 """
@@ -12,8 +14,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -22,23 +24,25 @@ from pydantic import BaseModel
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
+from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.types.answers import Delta, Timing, Usage
 from kvlinker.doors.http.answers.link_bodies import ended_link, link_body
-from kvlinker.doors.http.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.edge.access_log import is_noted, note_link, note_tokens
 from kvlinker.doors.http.edge.errors import (
     IGNORED_HEADER,
+    blame,
     error_body,
     error_responses,
     failure_of,
 )
-from kvlinker.doors.http.edge.guards import caller_of
+from kvlinker.doors.http.edge.guards import caller_of, wait_for_disconnect
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.doors.http.fields.generation import SamplingBody, StreamOptions
 from kvlinker.doors.http.fields.server_status import RecentRequest
-from kvlinker.doors.http.models import ServedModel, served_by
-from kvlinker.engines.contract.contract import Finished
-from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.doors.http.models import RequestTrace, ServedModel, served_by
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
+from kvlinker.engines.contract.output import inbox_of
+from kvlinker.llm import LLM, Answer, ChoiceSink, Prompt, ReadPrompt
 from kvlinker.service.reading.reader import PreparedRequest
 
 END_SECONDS = 60.0
@@ -66,6 +70,143 @@ class UsageBody(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class ChoiceOutput(NamedTuple):
+    """The whole output of one choice."""
+
+    deltas: list[Delta]
+    finished: Finished
+
+
+class Choices:
+    """Merges ``n`` choices for each prompt, numbered prompt by prompt, into one series of events.
+
+    ``len(choices)`` counts them over all prompts.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        asked: PreparedRequest,
+        *,
+        n: int,
+        loop: asyncio.AbstractEventLoop,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. ``max_tokens``
+        is cut to what fits behind each prompt. Raises the errors of ``LLM.submit_prepared``.
+
+        Planning takes a while for long prompts: call it in a thread.
+        """
+        self.n = n
+        self.prompts = asked.prompts
+        self.tenant = asked.tenant
+        self.began = time.monotonic()
+        self.output_tokens = 0
+        """Counted over all choices so far."""
+        self._count = len(asked.prompts) * n
+        self._inbox = inbox_of(loop)
+        self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
+        self._handles: list[RequestHandle] = []
+        self._ends: dict[int, Finished | Failed] = {}
+        self._all_ended = asyncio.Event()
+        for number, (field, prompt) in enumerate(asked.prompts.items()):
+            sink = self._sink(number * n, prompt, trace)
+            fitting = asked._replace(sampling=llm.fitting(asked.sampling, prompt.prompt))
+            try:
+                handle = llm.submit_prepared(fitting, sink, number=number, n=n)
+            except BaseException as error:
+                self.cancel()
+                blame(error, field)
+                raise
+            self._handles.append(handle)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ended(self) -> bool:
+        """True once all choices have ended."""
+        return self._all_ended.is_set()
+
+    def cancel(self) -> None:
+        """Free the slots of choices that are not finished. Idempotent."""
+        for handle in self._handles:
+            handle.cancel()
+
+    def fail(self, error: KVLinkerError) -> None:
+        """End ``events`` with an error. Called in the event loop."""
+        self._events.put_nowait((0, Failed(error)))
+        self.cancel()
+
+    async def ends(self) -> list[Finished]:
+        """Wait until all choices have ended, also those that nobody reads any more, and return
+        their ends; none if any failed."""
+        await self._all_ended.wait()
+        ends = [self._ends[index] for index in range(self._count)]
+        finished = [end for end in ends if isinstance(end, Finished)]
+        return finished if len(finished) == len(ends) else []
+
+    async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
+        """Yield the choice's number and its next event, until all are finished. Raises the error of
+        one that failed."""
+        missing = self._count
+        try:
+            while missing:
+                index, event = await self._events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                missing -= isinstance(event, Finished)
+                yield index, event
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def outputs(self) -> list[ChoiceOutput]:
+        """Return all choices, once they are finished. Raises the error of one that failed."""
+        deltas: list[list[Delta]] = [[] for _ in range(self._count)]
+        finished: dict[int, Finished] = {}
+        async for index, event in self.events():
+            if isinstance(event, Finished):
+                finished[index] = event
+            else:
+                deltas[index].append(event)
+        return [ChoiceOutput(deltas[index], finished[index]) for index in range(self._count)]
+
+    @asynccontextmanager
+    async def cancelled_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
+        """Cancel as soon as the client is gone; the request's body must have been read."""
+
+        async def watch() -> None:
+            await wait_for_disconnect(receive)
+            self.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    def _sink(self, first: int, prompt: ReadPrompt, trace: RequestTrace | None) -> ChoiceSink:
+        """Return a sink for the events of one prompt's choices, the first of which has the number
+        ``first``."""
+
+        def take(index: int, event: GenerationEvent) -> None:
+            self._events.put_nowait((first + index, event))
+            if isinstance(event, Delta):
+                self.output_tokens += len(event.token_ids)
+                return
+            self._ends[first + index] = event
+            if len(self._ends) == self._count:
+                self._all_ended.set()
+            if trace is not None:
+                trace.ended(index, prompt, event)
+
+        def sink(index: int, event: GenerationEvent) -> None:
+            self._inbox.put(take, index, event)
+
+        return sink
 
 
 class AnswerFormat(Protocol):
@@ -212,7 +353,7 @@ class CompletionAnswer(ABC):
         self._prompts = [read.prompt for read in reads]
         answers = [Answer.from_events(*output) for output in outputs]
         usage = usage_body([answer.usage for answer in answers], choices.n, reads)
-        link = ended_link(self._llm, choices, answers[0].explanation, answers[0].kept)
+        link = ended_link(self._llm, reads, answers[0].explanation, answers[0].kept)
         content = self.answer(answers, usage).model_dump(exclude={"link"})
         return content if link is None else content | {"link": link.model_dump(exclude_unset=True)}
 
@@ -244,7 +385,11 @@ class CompletionAnswer(ABC):
                     finished[index] = event
                     if event.explanation or event.kept:
                         link = await run_in_threadpool(
-                            ended_link, self._llm, choices, event.explanation, event.kept
+                            ended_link,
+                            self._llm,
+                            choices.prompts.values(),
+                            event.explanation,
+                            event.kept,
                         )
                     yield chunk(index, self.closing(index, event))
                 else:

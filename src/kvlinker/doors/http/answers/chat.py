@@ -17,6 +17,8 @@ from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.base.types.tools import Tool
 from kvlinker.doors.http.answers.answering import (
+    ChoiceOutput,
+    Choices,
     CompletionAnswer,
     UsageBody,
     completion_responses,
@@ -29,7 +31,6 @@ from kvlinker.doors.http.answers.logprobs import (
     logprob_bodies,
     prompt_logprobs_body,
 )
-from kvlinker.doors.http.choices import ChoiceOutput, Choices
 from kvlinker.doors.http.edge.errors import blame, note_ignored
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.bodies import LeftOut, ResponseBody

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from kvlinker.base.types.answers import Usage
 from kvlinker.base.types.chunks import KeptAnswer
-from kvlinker.doors.http.choices import Choices
 from kvlinker.doors.http.fields.bodies import ResponseBody
 from kvlinker.llm import LLM, Explanation, ReadPrompt
 
@@ -154,15 +153,18 @@ def link_body(
 
 
 def ended_link(
-    llm: LLM, choices: Choices, explanation: Explanation | None, kept: KeptAnswer | None
+    llm: LLM,
+    reads: Collection[ReadPrompt],
+    explanation: Explanation | None,
+    kept: KeptAnswer | None,
 ) -> LinkBody | None:
-    """Return the ``link_body`` of an answer's end. An ``explanation``, which is of the only prompt,
-    may take a while."""
+    """Return the ``link_body`` of the end of an answer to the prompts ``reads``. An
+    ``explanation``, which is of the only prompt, may take a while."""
     explained = None
     if explanation is not None:
-        (read,) = choices.prompts.values()
+        (read,) = reads
         explained = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
-    return link_body(choices.prompts.values(), kept, explained)
+    return link_body(reads, kept, explained)
 
 
 def created_tokens(read: ReadPrompt, usage: Usage) -> int:

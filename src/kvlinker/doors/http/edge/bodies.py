@@ -1,5 +1,5 @@
 """Bodies of requests that are not plain: compressed ones are expanded, and long ones are looked at
-before they are parsed. Behind a body, a client that leaves.
+before they are parsed.
 
 Python's JSON parser holds the interpreter's lock until it is done, in any thread: so the values in
 a body are counted first, piece by piece, and a body with far too many is refused without being
@@ -8,18 +8,16 @@ parsed.
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import io
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from kvlinker.base.errors import InvalidRequestError
@@ -54,29 +52,6 @@ T = TypeVar("T")
 def prompt_body_bytes(max_tokens: int) -> int:
     """Return the limit of bodies that hold only prompts, for a window of ``max_tokens`` tokens."""
     return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
-
-
-async def cancel_on_disconnect(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of ``work``, for which no thread waits, while the client is there; the
-    request's body must have been read. Cancels it as soon as the client is gone, and raises
-    ClientDisconnect."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(wait_for_disconnect(receive))
-    try:
-        either: set[asyncio.Future[Any]] = {working, leaving}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        leaving.cancel()
-        working.cancel()
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client is gone; the request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def too_large(most: int) -> HTTPException:

@@ -24,11 +24,11 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 from weakref import WeakSet
 
@@ -62,6 +62,8 @@ from kvlinker.doors.http.edge.errors import (
 from kvlinker.doors.http.pages import PAGE_PATHS
 from kvlinker.engines.contract.contract import engine_closed
 from kvlinker.settings import Settings
+
+T = TypeVar("T")
 
 PROBES = frozenset({"/health", "/live", "/ping"})
 """The routes that are answered to the very end."""
@@ -583,6 +585,29 @@ def limit_body(receive: Receive, headers: Headers, *, most: int, seconds: float)
         return message
 
     return receive_limited
+
+
+async def cancel_on_disconnect(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of ``work``, for which no thread waits, while the client is there; the
+    request's body must have been read. Cancels it as soon as the client is gone, and raises
+    ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(wait_for_disconnect(receive))
+    try:
+        either: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client is gone; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _retrieve_error(task: asyncio.Future[None]) -> None:

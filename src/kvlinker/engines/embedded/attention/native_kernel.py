@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -67,15 +68,22 @@ class Rotation(ctypes.Structure):
 
     @classmethod
     def of(cls, rotary: Rotary | None, length: int) -> Rotation:
-        """Return the tables of positions [0, length), and hold their memory."""
+        """Return the tables of positions [0, length) or more, and hold their memory."""
         if rotary is None:
             return cls()
-        cos, sin = rotary.tables(length)
-        rotation = cls(
-            cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved"
-        )
-        rotation.tables = cos, sin
+        rotation = _ROTATIONS.get(rotary)
+        if rotation is None or len(rotation.tables[0]) < length:
+            cos, sin = rotary.whole_tables(length)
+            rotation = cls(
+                cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved"
+            )
+            rotation.tables = cos, sin
+            _ROTATIONS[rotary] = rotation
         return rotation
+
+
+_ROTATIONS: WeakKeyDictionary[Rotary, Rotation] = WeakKeyDictionary()
+"""The last rotation of each rotary embedding, which grows with its tables."""
 
 
 class Write(ctypes.Structure):

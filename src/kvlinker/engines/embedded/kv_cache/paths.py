@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.linking.plan import LinkPlan, Range
+from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Policy
-from kvlinker.prompting.segments import ChunkSpan, Prompt
+from kvlinker.prompting.segments import ChunkSpan, Prompt, Range
 
 Positions = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvlinker.engines.embedded.kv_cache.paths import Positions
 from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
-from kvlinker.linking.plan import Range, ranges
+from kvlinker.prompting.segments import Range, ranges
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.prefixes import SpilledPrefixes
 

@@ -81,14 +81,18 @@ class Rotary:
         A column belongs to a pair of dimensions where ``pairing`` is known; otherwise the columns
         are the model's own. May be called from any thread.
         """
+        cos, sin = self.whole_tables(length)
+        return cos[:length], sin[:length]
+
+    def whole_tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the same of all positions that are known: [0, length), and maybe some more."""
         if length > len(self._tables[0]):
             with self._growing:
                 there = len(self._tables[0])
                 if length > there:
                     length_made = max(length, min(2 * there, self.longest))
                     self._tables = self._make_tables(torch.arange(length_made))
-        cos, sin = self._tables
-        return cos[:length], sin[:length]
+        return self._tables
 
     def model_tables(self, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [0, length) as the model's function takes them: [length,

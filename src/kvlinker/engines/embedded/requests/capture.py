@@ -16,7 +16,7 @@ from kvlinker.engines.embedded.execution.capturing import Capture
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.request import Ending, FutureRequest, ResultKind
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 from kvlinker.store.chunk_kv import ChunkKV
 
 

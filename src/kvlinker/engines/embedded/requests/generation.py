@@ -33,9 +33,8 @@ from kvlinker.engines.embedded.requests.request import Ending, Request, ResultKi
 from kvlinker.engines.embedded.requests.sequence import FindPath, Refining, TokenSequence
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
-from kvlinker.linking.plan import Range, ranges
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompting.segments import Prompt
+from kvlinker.prompting.segments import Prompt, Range, ranges
 from kvlinker.store.loading.arriving import KV
 
 NoteLinked = Callable[["PromptRequest"], object]

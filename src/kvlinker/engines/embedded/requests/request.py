@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlinker.base.errors import EngineClosedError, KVLinkerError
 from kvlinker.engines.embedded.requests.sequence import TokenSequence
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 from kvlinker.store.chunk_store import Hold
 
 T = TypeVar("T")

@@ -21,9 +21,8 @@ from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, cut
 from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
-from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompting.segments import ReusedPrefix, StoredKV
+from kvlinker.prompting.segments import Range, ReusedPrefix, StoredKV
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 
 NONE = np.empty(0, dtype=np.int64)
@@ -458,7 +457,7 @@ class SequenceSlots:
         self._allocator = SlotAllocator(slots)
         self._spill = spill
         self.prefixes = PrefixTree(self._allocator, spill, states)
-        self._keeps = keeps_prefixes
+        self.keeps_prefixes = keeps_prefixes
         self._is_finite = is_finite
 
     @property
@@ -543,7 +542,7 @@ class SequenceSlots:
     def keep(self, sequence: TokenSequence) -> None:
         """Keep the sequence's KV so far for later ones that begin alike, also where that is only
         the beginning of its prompt."""
-        if not self._keeps:
+        if not self.keeps_prefixes:
             sequence.marked.clear()  # nobody will go on from these states
             return
         if sequence.path is None:
@@ -568,7 +567,7 @@ class SequenceSlots:
     def keep_beginning(self, sequence: TokenSequence) -> None:
         """Keep the KV of a prompt that goes on to be computed, once there are ``KEPT_TOKENS`` more:
         its caller may leave, and ask again before the step ends in which that is noticed."""
-        wanted = self._keeps and sequence.probe is None and sequence.state is None
+        wanted = self.keeps_prefixes and sequence.probe is None and sequence.state is None
         if wanted and sequence.computed_length - sequence.kept >= KEPT_TOKENS:
             self.keep(sequence)
 

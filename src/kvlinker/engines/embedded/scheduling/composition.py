@@ -16,7 +16,7 @@ from kvlinker.engines.embedded.scheduling.throughput import (
     TokenCost,
     count_tokens,
 )
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 
 IDLE_MULTIPLE = 2.25
 """The duration of a step with prompts where no target is set, as a multiple of a step that only

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from kvlinker.engines.contract.contract import check_room, check_wait
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 
 CHUNK_DELAY = 10.0
 """The seconds that chunks for which no answer waits give to answers that arrive later; chosen by

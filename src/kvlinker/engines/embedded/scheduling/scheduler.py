@@ -260,6 +260,8 @@ class Scheduler:
         self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy
     ) -> ReusedPrefix | None:
         """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
+        if not self._slots.keeps_prefixes:
+            return None
         with self._lock:
             return self._slots.prefixes.find(tenant, prompt, keys, policy)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvlinker.engines.contract.cost import CostModel
 from kvlinker.engines.embedded.execution.batch import Batch
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.speeds import Speeds

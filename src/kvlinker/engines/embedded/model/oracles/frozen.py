@@ -19,7 +19,7 @@ from kvlinker.engines.embedded.model.decoder import decoder_layers
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.oracles.masked import tables_moved_back
 from kvlinker.engines.embedded.model.oracles.referee import Referee
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 
 
 class FrozenOracle:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvlinker.engines.embedded.model.indexers import is_indexer
 from kvlinker.engines.embedded.model.interception import attention_of
 from kvlinker.engines.embedded.model.obstacles import rotary_modules
-from kvlinker.linking.plan import Range
+from kvlinker.prompting.segments import Range
 
 MaskOf = Callable[[nn.Module, Tensor], Tensor]
 """Takes a module and the attention mask [1, 1, queries, keys] that it was called with, and returns
