@@ -13,7 +13,7 @@ import anthropic
 import pytest
 
 from kvlinker.base.errors import EngineClosedError
-from kvlinker.doors.http.fields.prompts import TextPart
+from kvlinker.doors.http.answers.chat import TextPart
 from kvlinker.doors.http.messages.requests import ToolResultBlock
 from kvlinker.doors.http.messages.routes import arguments_of
 from kvlinker.llm import LLM

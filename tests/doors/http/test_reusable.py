@@ -112,7 +112,7 @@ def answered(reusable: int = 0) -> RecentRequest:
 
 
 def test_the_log_says_it_once_with_the_setting_to_change(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvlinker.doors.http.choices")
+    caplog.set_level(logging.INFO, "kvlinker.doors.http.models")
     recent = RecentRequests()
     recent.add("one", answered(LEAST_REUSABLE - 1))
     assert not caplog.records

@@ -31,17 +31,12 @@ from kvlinker.base.types.messages import (
     TemplateOptions,
     TokenIds,
 )
+from kvlinker.doors.http.answers.chat import DocumentBody, MessageBody
+from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.answers.link_bodies import link_body
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.guards import TenantParam
 from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
-from kvlinker.doors.http.fields.prompts import (
-    DocumentBody,
-    MessageBody,
-    PromptBody,
-    has_several,
-    prompts_of,
-)
 from kvlinker.doors.http.models import ServedModelParam
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.llm import LLM, ReadPrompt

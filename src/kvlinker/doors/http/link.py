@@ -15,6 +15,8 @@ from pydantic import Field
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.doors.http.answers.chat import DocumentBody, MessageBody
+from kvlinker.doors.http.answers.completions import PromptBody, single_prompt
 from kvlinker.doors.http.answers.link_bodies import LinkExplanation
 from kvlinker.doors.http.edge.errors import blaming, error_responses
 from kvlinker.doors.http.edge.guards import TenantParam, cancel_on_disconnect
@@ -24,12 +26,6 @@ from kvlinker.doors.http.fields.bodies import (
     Text,
 )
 from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
-from kvlinker.doors.http.fields.prompts import (
-    DocumentBody,
-    MessageBody,
-    PromptBody,
-    single_prompt,
-)
 from kvlinker.doors.http.fields.tools import ToolBody, template_tools
 from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.llm import Explanation, ReadPrompt

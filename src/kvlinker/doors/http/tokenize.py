@@ -12,6 +12,8 @@ from pydantic import Field
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.doors.http.answers.chat import DocumentBody, MessageBody
+from kvlinker.doors.http.answers.completions import PromptBody, single_prompt
 from kvlinker.doors.http.edge.access_log import note_tokens
 from kvlinker.doors.http.edge.errors import error_responses
 from kvlinker.doors.http.edge.guards import TenantParam
@@ -23,12 +25,6 @@ from kvlinker.doors.http.fields.bodies import (
 )
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import NO_LINK_OPTIONS, LinkOptions
-from kvlinker.doors.http.fields.prompts import (
-    DocumentBody,
-    MessageBody,
-    PromptBody,
-    single_prompt,
-)
 from kvlinker.doors.http.fields.tools import ToolBody, template_tools
 from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.llm import Prompt

@@ -1,18 +1,18 @@
 """POST /v1/completions: texts, token ids, or parts of text and context caches to be continued; no
-chat template."""
+chat template. Prompts in all these forms are here for all routes that take one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.answers import Delta, PromptLogprobs, TokenLogprob
-from kvlinker.base.types.limits import MAX_CHOICES
+from kvlinker.base.types.limits import MAX_CHOICES, MOST_PARTS
 from kvlinker.base.types.messages import (
     CachedPart,
     CompletionPrompt,
@@ -26,6 +26,7 @@ from kvlinker.doors.http.answers.answering import (
     completion_responses,
     respond,
 )
+from kvlinker.doors.http.answers.chat import Part, content_of
 from kvlinker.doors.http.answers.link_bodies import LinkBody
 from kvlinker.doors.http.answers.logprobs import (
     PromptLogprobsBody,
@@ -37,10 +38,12 @@ from kvlinker.doors.http.answers.logprobs import (
 )
 from kvlinker.doors.http.edge.errors import blaming
 from kvlinker.doors.http.edge.guards import TenantParam
-from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.fields.bodies import (
+    ResponseBody,
+    Text,
+)
 from kvlinker.doors.http.fields.foreign import Place
 from kvlinker.doors.http.fields.generation import SamplingBody
-from kvlinker.doors.http.fields.prompts import PromptBody, has_several, prompts_of
 from kvlinker.doors.http.models import BodyRoute, ServedModelParam
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, Answer, Prompt
@@ -51,6 +54,64 @@ router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for ``max_tokens``."""
+
+_Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+def prompt_kind(value: Any) -> str | None:
+    """Return the tag of the form that a prompt, or another input of texts and tokens, has; None for
+    none."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, list):
+        return "<token lists>"
+    return "<parts>" if isinstance(first, dict | BaseModel) else "<tokens>"
+
+
+PromptBody = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("<texts>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
+    | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES), Tag("<token lists>")]
+    | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS), Tag("<parts>")],
+    Discriminator(
+        prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be text, token ids, a list of these, or a list of parts",
+    ),
+]
+
+
+def prompts_of(body: PromptBody) -> list[CompletionPrompt[CachedPart]]:
+    """Return the prompts as the library takes them: one, unless it is a list of texts or a list of
+    lists of token ids."""
+    if isinstance(body, str):
+        return [(body,)]
+    if has_several(body):
+        return [
+            (one,) if isinstance(one, str) else TokenIds(tuple(cast(list[int], one)))
+            for one in body
+        ]
+    if isinstance(body[0], int):
+        return [TokenIds(tuple(body))]
+    return [content_of(cast(list[Part], body))]
+
+
+def has_several(body: PromptBody) -> bool:
+    """Return whether the body is a list of prompts, which may hold only one."""
+    return isinstance(body, list) and isinstance(body[0], str | list)
+
+
+def single_prompt(body: PromptBody) -> CompletionPrompt[CachedPart]:
+    """Return the prompt of a body that takes only one. Raises InvalidRequestError for several."""
+    if has_several(body) and len(body) > 1:
+        raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
+    return prompts_of(body)[0]
 
 
 class CompletionRequest(SamplingBody):

@@ -19,10 +19,9 @@ from kvlinker.base.errors import InvalidRequestError, KVLinkerError
 from kvlinker.base.types.answers import Delta
 from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.doors.http.answers.answering import ChoiceOutput, Choices, note_answer, respond
-from kvlinker.doors.http.answers.chat import ChatCompletionRequest
+from kvlinker.doors.http.answers.chat import ChatCompletionRequest, Part, TextPart, show_part
 from kvlinker.doors.http.answers.logprobs import entry_bytes
 from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of, note_ignored
-from kvlinker.doors.http.fields.prompts import Part, TextPart, show_part
 from kvlinker.doors.http.models import ServedModel
 from kvlinker.engines.contract.contract import Finished
 from kvlinker.llm import LLM, ReadPrompt

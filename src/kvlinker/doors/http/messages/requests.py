@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_PARTS, MOST_STOPS, MOST_TOOLS
+from kvlinker.doors.http.answers.chat import ContextCachePart, Part, TextOr, TextPart, show_part
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import (
     CacheControl,
@@ -31,7 +32,6 @@ from kvlinker.doors.http.fields.generation import (
     RequestId,
     StopText,
 )
-from kvlinker.doors.http.fields.prompts import ContextCachePart, Part, TextOr, TextPart, show_part
 from kvlinker.doors.http.fields.tools import FunctionName
 from kvlinker.prompting.chat import document_parts
 

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvlinker.base.types.limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
 from kvlinker.base.types.messages import MARKS
+from kvlinker.doors.http.answers.chat import TextOr, TextOrParts
 from kvlinker.doors.http.answers.dialects import Translation
 from kvlinker.doors.http.fields.bodies import (
     OR_LEFT_OUT,
@@ -35,7 +36,6 @@ from kvlinker.doors.http.fields.generation import (
     StreamOptions,
     Verbosity,
 )
-from kvlinker.doors.http.fields.prompts import TextOr, TextOrParts
 from kvlinker.doors.http.fields.tools import (
     FunctionName,
     allowed_tools,

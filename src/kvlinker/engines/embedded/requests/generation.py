@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import ClassVar
 
@@ -297,12 +297,6 @@ class Generation(PromptRequest):
         self._endings = (
             frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
         )
-        self._sampler = Sampler(
-            sampling,
-            prompt_length=len(request.prompt),
-            endings=self._endings.union(sampling.stop_token_ids),
-            bad_words=request.bad_words,
-        )
         self._guide = None if guide is None else guide()
         self._room = room
         self._answer: AnswerCapture | None = None
@@ -341,6 +335,17 @@ class Generation(PromptRequest):
                 self._forks = (*self._forks, fork)
             for generation in (self, *self._forks):
                 generation.choices = (self, *self._forks)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        """Chooses the tokens; made for the first one, since a request may end before."""
+        sampling = self.request.sampling_of(self.choice)
+        return Sampler(
+            sampling,
+            prompt_length=len(self.request.prompt),
+            endings=self._endings.union(sampling.stop_token_ids),
+            bad_words=self.request.bad_words,
+        )
 
     def fork(self) -> Sequence[Generation]:
         forks, self._forks = self._forks, ()
