@@ -57,14 +57,8 @@ class TestChunks:
         assert builder(context=BOS).encode_chunk("the cat", ALONE) == builder().encode_chunk(
             "the cat"
         )
-        assert builder().chunk_from_tokens([7], BOS) == Chunk((byte_level().bos_token_id, 7))
-
-    def test_bos_is_not_doubled(self) -> None:
         bos = byte_level().bos_token_id
-        assert builder().chunk_from_tokens([bos, 7], BOS) == Chunk((bos, 7))
-
-    def test_token_ids_are_taken_as_they_are(self) -> None:
-        assert builder().chunk_from_tokens([7, 1, 7]) == Chunk((7, 1, 7))
+        assert builder().encode_chunk("the cat", BOS) == Chunk((bos, *encoded("the cat")))
 
     def test_special_tokens_in_documents_are_text(self) -> None:
         tokens = builder().encode_chunk("a<|end|><s>").tokens
@@ -84,8 +78,8 @@ class TestChunks:
         for ids in BAD_IDS:
             with subtests.test(ids=ids):
                 with pytest.raises(InvalidRequestError) as caught:
-                    builder().chunk_from_tokens(ids)
-                assert caught.value.param == "chunks"
+                    builder().checked_ids(ids, param="prompt")
+                assert caught.value.param == "prompt"
 
     def test_bos_context_needs_a_bos_token(self) -> None:
         with pytest.raises(InvalidRequestError, match="no BOS token") as caught:

@@ -93,26 +93,6 @@ class PromptBuilder:
             raise InvalidRequestError(
                 "A chunk is empty: it needs text that encodes to a token.", param="chunks"
             )
-        return self._chunk(tokens, context)
-
-    def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
-        """Encode a text as a chunk's; an empty one is allowed. Raises the other errors of
-        ``encode_chunk``, with ``param`` as the field at fault."""
-        require_unicode(text, param=param)
-        self.limit.check_texts([text], param=param)
-        return self.encoder.encode_data(text, param=param)
-
-    def chunk_from_tokens(
-        self, ids: Sequence[int], context: GenerationContext | None = None
-    ) -> Chunk:
-        """Make the chunk of these token ids; in context ``bos`` with BOS before them, unless it is
-        their first.
-
-        Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
-        """
-        return self._chunk(self.checked_ids(ids, param="chunks"), context)
-
-    def _chunk(self, tokens: tuple[int, ...], context: GenerationContext | None) -> Chunk:
         match context or self._context:
             case GenerationContext.ALONE:
                 return Chunk(tokens)
@@ -123,13 +103,20 @@ class PromptBuilder:
                         " context 'bos'. Use 'alone' or 'prefix'.",
                         param="context",
                     )
-                return Chunk(tokens if tokens[0] == self._bos else (self._bos, *tokens))
+                return Chunk((self._bos, *tokens))
             case GenerationContext.PREFIX:
                 return Chunk(tokens, prefix=self.prefix)
 
+    def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
+        """Encode a text as a chunk's; an empty one is allowed. Raises the other errors of
+        ``encode_chunk``, with ``param`` as the field at fault."""
+        require_unicode(text, param=param)
+        self.limit.check_texts([text], param=param)
+        return self.encoder.encode_data(text, param=param)
+
     def chunk_within(self, ids: Sequence[int]) -> Chunk:
-        """Make the chunk of token ids that stand within a prompt: unlike ``chunk_from_tokens``, BOS
-        is never one of them, so that it can take their place."""
+        """Make the chunk of token ids that stand within a prompt: unlike ``encode_chunk``, BOS is
+        never one of them, so that it can take their place."""
         match self._context:
             case GenerationContext.ALONE:
                 prefix: tuple[int, ...] = ()

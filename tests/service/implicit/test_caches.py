@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvlinker.base.events import Event, Events, ImplicitText
+from kvlinker.base.events import ChunkNamed, Event, Events, ImplicitText
 from kvlinker.base.types.chunks import Chunk, ContextCache, GenerationContext, Origin
-from kvlinker.base.types.messages import TextSource
+from kvlinker.base.types.messages import MarkedText, TextSource
 from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.implicit import caches
 from kvlinker.service.implicit.caches import FoundChunk, ImplicitCaches
 from tests.toy_tokenizers import byte_level
 
@@ -81,3 +82,24 @@ def test_the_tokens_that_agree_are_a_part(
 )
 def test_other_tokens_within_are_another_text(text: str, ids: tuple[int, ...]) -> None:
     assert Kept().caches.find_part(text, ids, tenant="anna") is None
+
+
+def named(kept: Kept, tenant: str) -> list[ChunkNamed]:
+    """Use the text as ``tenant``, and return the names that are published."""
+    chunk = kept.cache.chunk
+    kept.events.clear()
+    known = {chunk: FoundChunk(chunk, kept.cache, created=False)}
+    assert kept.caches.use({chunk: MarkedText(TEXT)}, known, tenant=tenant) == known
+    return [event for event in kept.events if isinstance(event, ChunkNamed)]
+
+
+def test_names_are_published_again_when_others_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "MOST_NAMED", 2)
+    kept = Kept()
+    (event,) = named(kept, "anna")
+    assert (event.chunk_key, event.owner) == ("key", "anna")
+    assert not named(kept, "anna")
+    assert named(kept, "ben") != [event], "another tenant's name"
+    assert not named(kept, "anna")
+    assert named(kept, "cleo")
+    assert named(kept, "anna") == [event]

@@ -2,7 +2,7 @@
 memory for ever; uvicorn's settings; and the end of a server, drained at a signal, or closed when
 the engine has failed.
 
-Headers are timed by uvicorn's protocol, which alone sees them; bodies by ``edge.bodies``, which
+Headers are timed by uvicorn's protocol, which alone sees them; bodies by ``limit_body``, which
 works in any server.
 """
 
