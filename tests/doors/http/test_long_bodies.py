@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvlinker.base.errors import InvalidRequestError
 from kvlinker.base.types import limits
+from kvlinker.doors.http import models
 from kvlinker.doors.http.edge import bodies
 from kvlinker.doors.http.edge.bodies import LONG_BODY_BYTES, check_json
 from tests.doors.http.serving import Served
@@ -71,7 +72,7 @@ def test_what_a_body_holds_is_counted_without_parsing(value: Any, piece: int) ->
 def test_a_body_with_far_too_much_is_not_parsed(
     served: Served, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
 ) -> None:
-    monkeypatch.setattr(bodies, "json", None)  # whoever parses it fails
+    monkeypatch.setattr(models, "json", None)  # whoever parses it fails
     answer = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "body_too_complex")
     assert told in answer.json()["error"]["message"]
@@ -81,13 +82,13 @@ def test_long_bodies_are_read_in_another_thread(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    original = bodies.check_json
+    original = models.check_json
 
     def noting(body: bytes) -> None:
         threads.append(threading.current_thread().name)
         original(body)
 
-    monkeypatch.setattr(bodies, "check_json", noting)
+    monkeypatch.setattr(models, "check_json", noting)
     for prompt in ("a", "a" + PADDING):
         served.post("/tokenize", {"text": prompt})
     assert len(threads) == 1

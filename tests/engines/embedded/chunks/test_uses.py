@@ -70,17 +70,17 @@ def test_uses_are_told_while_all_loaders_are_busy(bench, noted, monkeypatch):
     made = bench()
     prompt = linked_prompt(40, 20, header=3)
     made.cache(prompt)
-    load, loading, free = made.store.load, threading.Semaphore(0), threading.Event()
+    find, loading, free = made.store.get_resident, threading.Semaphore(0), threading.Event()
 
-    def held_up_load(*arguments):
+    def held_up_find(key):
         loading.release()
         assert free.wait(PATIENCE)
-        return load(*arguments)
+        return find(key)
 
     with made.held() as held:
         computed = made.submit(prompt, "naive", max_tokens=1)[0]
         held.wait()
-        monkeypatch.setattr(made.store, "load", held_up_load)
+        monkeypatch.setattr(made.store, "get_resident", held_up_find)
         others = [made.submit(prompt, "naive", max_tokens=1)[0] for _ in range(LOADERS)]
         for _ in others:
             assert loading.acquire(timeout=PATIENCE)

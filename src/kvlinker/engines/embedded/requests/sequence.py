@@ -207,7 +207,7 @@ class TokenSequence:
 
     @property
     def path(self) -> SequencePath | None:
-        """What the KV depends on; None for a sequence whose KV is not reused later."""
+        """The path that the KV depends on; None for a sequence whose KV is not reused later."""
         if self._find_path is None:
             return None
         path = self._find_path()
