@@ -365,13 +365,13 @@ def test_what_cannot_be_loaded_fails_its_request_only(bench, monkeypatch, caplog
     made = bench()
     prompt = linked_prompt(30, 30)
     made.cache(prompt)
-    load = made.store.load
+    find = made.store.get_resident
 
-    def fail_once(*arguments):
-        monkeypatch.setattr(made.store, "load", load)
+    def fail_once(key):
+        monkeypatch.setattr(made.store, "get_resident", find)
         raise error
 
-    monkeypatch.setattr(made.store, "load", fail_once)
+    monkeypatch.setattr(made.store, "get_resident", fail_once)
     failure = made.answer(prompt).failed.error
     assert (failure is error) == isinstance(error, EngineClosedError)
     assert ("a bug" in caplog.text) == isinstance(error, RuntimeError)
