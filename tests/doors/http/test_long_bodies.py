@@ -82,7 +82,7 @@ def test_long_bodies_are_read_in_another_thread(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    original = models.check_json
+    original = check_json
 
     def noting(body: bytes) -> None:
         threads.append(threading.current_thread().name)
