@@ -21,7 +21,7 @@ from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.kv_cache.states import SequenceState
 from kvlinker.engines.embedded.requests.sequence import SequenceSlots, TokenSequence
 from kvlinker.linking import Evidence, make_plan, parse_policy
-from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
+from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt, Segment
 from tests.engines.embedded.conftest import full_forward, random_tokens
 from tests.properties import examples
 from tests.toy_models import FAMILIES
@@ -184,10 +184,10 @@ class TreeMachine(RuleBasedStateMachine):
         for begin, (_, size) in path.chunks.items():
             if begin < length < begin + size:
                 length = begin  # a chunk is linked whole
-        reused = ReusedPrefix(min(length, len(tokens)), own[own < length])
-        spans, _ = self.tree.acquire(path, reused)
+        length = min(length, len(tokens))
+        spans, _ = self.tree.acquire(path.up_to(length - 1), own)
         slots = [slot for span in spans for slot in range(span.slot, span.end)]
-        assert len(slots) <= len(reused.own)
+        assert len(slots) <= np.count_nonzero(own < length)
         assert self.contents[slots].tolist() == [
             self.story(path, position) for position in own[: len(slots)]
         ]
@@ -456,7 +456,7 @@ def test_a_request_that_leaves_nothing_names_nothing() -> None:
     reused = slots.prefixes.find("tenant", prompt, keys_of(prompt), policy)
     assert reused is not None
     path = linked_path("tenant", make_plan(prompt, policy, Evidence()), keys_of(prompt))
-    spans, _ = slots.prefixes.acquire(path, reused)
+    spans, _ = slots.prefixes.acquire(path.up_to(reused.length - 1), reused.own)
     assert sum(span.size for span in spans) == len(HEADER)
     assert list(slots.prefixes._names) == [PathChunk(CHUNKS[0].content, "naive")]
 
@@ -511,7 +511,7 @@ def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
         assert spans is not None
         tree.insert(path, own, spans)
         allocator.release(spans)
-    tree.acquire(linked[0], ReusedPrefix(len(HEADER), np.arange(len(HEADER))))
+    tree.acquire(linked[0].up_to(len(HEADER) - 1), np.arange(len(HEADER)))
     tree.evict(200)
     assert (len(tree), len(spill.files)) == (5, 3)
     spill.files.clear()

@@ -113,33 +113,31 @@ class PrefixTree:
         return ReusedPrefix(match.length, own, linked, stored)
 
     def acquire(
-        self, path: SequencePath, reused: ReusedPrefix
+        self, path: SequencePath, own: Positions
     ) -> tuple[tuple[SlotSpan, ...], SequenceState | None]:
-        """Return the slots of what was ``reused``, or of as much of its beginning as is still
-        there, with one user more. ``path`` is the sequence's.
+        """Return the slots of as much of the beginning of ``path`` as is there, with one user more.
+        ``own`` are the positions of the sequence that computes the path: those of slots must be
+        the same.
 
-        Where layers keep a state, either all of it is there, with its state, or nothing.
+        Where layers keep a state, the beginning ends where one was kept, which is returned, too.
         """
-        items, starts = self._items(path)
-        parts = self._follow(path.tenant, items[starts < reused.length])
+        parts = self._follow(path.tenant, self._items(path)[0])
+        if self._states is not None:
+            parts = self._states.furthest(parts)[1] if parts else []
         self._touch(parts)
         found: list[SlotSpan] = []
         count = 0
         for node, items_count in parts:
             size = node.own_count(items_count)
-            if node.spans is None or not np.array_equal(
-                node.own[:size], reused.own[count : count + size]
-            ):
+            if node.spans is None or not np.array_equal(node.own[:size], own[count : count + size]):
+                if self._states is not None:
+                    return (), None
                 break  # it is on disk, or the same beginning was linked anew, by other tokens
             count += size
             found += cut(node.spans, 0, size)
         found = joined(found)
-        state = None
-        if self._states is not None:
-            state = self._states.at(parts[-1][0]) if parts else None
-            if state is None or state.position != reused.length or count < len(reused.own):
-                return (), None
         self._allocator.share(found)
+        state = None if self._states is None or not parts else self._states.at(parts[-1][0])
         return tuple(found), state
 
     def expect(

@@ -92,6 +92,7 @@ class TokenSequence:
         self._logprobs = logprobs
         self._prompt_observer = observer
         self._has_begun = False
+        self._has_restarted = False
         self.prompt_length = len(tokens)
         self.length = len(tokens)
         self.spans: tuple[SlotSpan, ...] | None = None
@@ -232,6 +233,27 @@ class TokenSequence:
         )
 
     @property
+    def reusable_path(self) -> SequencePath | None:
+        """The path of the tokens that it takes from kept prefixes when it gets slots: of the prefix
+        that it was loaded with, and once it was restarted, of all that it may have computed before.
+        None for a sequence whose KV is not kept.
+
+        The last token is left out, since its logits are needed, and so are generated tokens that
+        are collected. What follows the loaded prefix is of no use to a first pass, after which
+        other tokens are computed, and to a policy that refines, which has to see all of its tokens.
+        """
+        if self.path is None:
+            return None
+        loaded = self.path.up_to((0 if self.reused is None else self.reused.length) - 1)
+        if not self._has_restarted or self.probe is not None or self._refine is not None:
+            return loaded
+        end = self.length - 1
+        if self._answer is not None:
+            end = min(end, self.prompt_length)
+        computed = replace(self.path, tokens=self.tokens).computed_to(end)
+        return max(loaded, computed, key=lambda path: len(path.tokens))
+
+    @property
     def prompt_in_place(self) -> bool:
         """True if the slots hold the KV of the whole prompt as it was linked."""
         if self.spans is None or not self._has_begun or self.probe is not None:
@@ -314,16 +336,17 @@ class TokenSequence:
         self.pending = self._missing(self.own_in_prompt)
 
     def adopt(self, count: int, state: SequenceState | None) -> None:
-        """Mark the first ``count`` of its own tokens, reused ones, as computed, to ``state``."""
+        """Mark the first ``count`` of its own tokens, whose KV is there, as computed, to
+        ``state``."""
         self.state = self._reused_state = state
         self.pending = self._missing(count)
         if self.length == self.prompt_length:  # else its prompt had been computed before
             self.missed = max(self.missed, self.reused_own - count)
 
     def restart(self) -> None:
-        """Compute everything again: the slots are gone. Of what was kept as a prefix, this sequence
-        reuses only what it was loaded with."""
+        """Compute everything again that is not found among kept prefixes: the slots are gone."""
         self._has_begun = False
+        self._has_restarted = True
         self.capture = self.state = self._reused_state = None
         self.marked.clear()
         self.kept = 0
@@ -478,20 +501,24 @@ class SequenceSlots:
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
         """Give the sequence slots for its tokens, and a few more; False if there are too few.
 
-        With ``linked``, a sequence for the same prompt whose KV is in place, the two share the
-        prompt's slots. Else those of the prefix that it reuses are shared, as far as they are still
-        there, and what was loaded of it from disk is copied into its own.
+        The slots of its tokens in kept prefixes are shared, as far as they are still there, and
+        what was loaded of them from disk is copied into its own. With ``linked``, a sequence for
+        the same prompt whose KV is in place, the two share the prompt's slots, unless prefixes have
+        more.
         """
+        computed: tuple[SlotSpan, ...] = ()
         state: SequenceState | None = None
+        if (path := sequence.reusable_path) is not None:
+            computed, state = self.prefixes.acquire(path, sequence.own)
+        there = sum(span.size for span in computed)
+        if linked is not None and there >= linked.own_in_prompt:
+            linked = None
         if linked is not None:
             assert linked.spans is not None
+            self._allocator.release(computed)
             computed = tuple(cut(linked.spans, 0, linked.own_in_prompt))
             self._allocator.share(computed)
-        elif sequence.reused is not None and sequence.path is not None:
-            computed, state = self.prefixes.acquire(sequence.path, sequence.reused)
-        else:
-            computed = ()
-        there = sum(span.size for span in computed)
+            there = linked.own_in_prompt
         more = self._allocate(_slots_needed(sequence) - there)
         if more is None:
             self._allocator.release(computed)
