@@ -93,6 +93,30 @@ def test_a_loop_of_tools_sends_results_alone(
     assert "Let me see." in by_id
 
 
+def test_items_of_earlier_input_are_referred_to(
+    speaking: openai.OpenAI, faked: Served, engine: FakeEngine
+) -> None:
+    engine.script = [f"Let me see.\n{A_CALL}"]
+    first = ask(speaking, "Weather?", tools=TOOLS, extra_body={"request_id": "one_1"})
+    result = RESULT | {"call_id": first.output[-1].call_id}
+    engine.script = ["Nice."]
+    again = ask(speaking, [result, user("Sure?")], tools=TOOLS, previous_response_id=first.id)
+    listed = speaking.responses.input_items.list(again.id, order="asc").data
+    references = [{"type": "item_reference", "id": item.id} for item in [*listed, *again.output]]
+    third = ask(speaking, [*references, user("So?")], tools=TOOLS)
+    asked = [user("Weather?"), *first.output, result, user("Sure?"), *again.output, user("So?")]
+    ask(speaking, asked, tools=TOOLS)
+    *_, by_references, in_full = prompts(engine, faked)
+    assert by_references == in_full
+    kept = speaking.responses.input_items.list(third.id, order="asc").data
+    assert [item.id for item in kept[:-1]] == [each["id"] for each in references]
+    speaking.responses.delete(first.id)
+    for gone in (listed[0].id, f"msg_{again.id}_99"):
+        with pytest.raises(openai.NotFoundError) as unknown:
+            ask(speaking, [{"type": "item_reference", "id": gone}])
+        assert unknown.value.code == "item_not_found"
+
+
 def test_kept_answers_survive_the_server(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
@@ -216,8 +240,11 @@ def test_other_tenants_know_nothing_of_it(tmp_path: Path) -> None:
             assert message == unknown["message"]
         more = least | {"previous_response_id": first["id"]}
         assert served.post(PATH, more, headers=bert).status_code == 400
-        item = {"type": "item_reference", "id": first["output"][0]["id"]}
-        assert served.post(PATH, least | {"input": [item]}, headers=bert).status_code == 404
+        (asked,) = served.get(f"{place}/input_items", headers=anna).json()["data"]
+        for each in (first["output"][0], asked):
+            more_of = least | {"input": [{"type": "item_reference", "id": each["id"]}]}
+            assert served.post(PATH, more_of, headers=bert).status_code == 404
+            assert served.post(PATH, more_of, headers=anna).status_code == 200
         assert served.post(PATH, more, headers=anna).status_code == 200
 
 

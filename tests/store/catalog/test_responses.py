@@ -54,6 +54,7 @@ def test_a_conversation_has_all_turns_in_order(catalog: Catalog) -> None:
         "msg_b": '"b says"',
         "fc_a": '"a calls"',
     }
+    assert log.inputs(["resp_b", "resp_none"], "anna", 1) == ['["b is asked"]']
 
 
 def test_another_tenants_are_absent(catalog: Catalog) -> None:
@@ -64,6 +65,7 @@ def test_another_tenants_are_absent(catalog: Catalog) -> None:
     assert log.conversation("resp_a", "bert", 1) is None
     assert log.conversation("resp_b", "bert", 1) is None, "what it goes on from is another's"
     assert log.items(["msg_a"], "bert", 1) == {}
+    assert log.inputs(["resp_a"], "bert", 1) == []
     assert not log.delete("resp_a", "bert", 1)
     assert log.get("resp_a", "anna", 1)
 
@@ -86,14 +88,16 @@ def test_a_use_lets_all_before_it_live_on(catalog: Catalog) -> None:
     log = catalog.responses
     keep(log, "a")
     keep(log, "unused")
+    keep(log, "read")
     keep(log, "b", previous="resp_a", at=DAY / 2)
-    keep(log, "c", used=["fc_b"], at=DAY - 1)
+    keep(log, "c", used=["fc_b", "resp_read"], at=DAY - 1)
+    assert log.inputs(["resp_read"], "anna", 2 * DAY - 2) == ['["read is asked"]']
     for now in (DAY, 2 * DAY - 2):
         assert log.conversation("resp_b", "anna", now) == [turn("a"), turn("b")]
         assert log.get("resp_unused", "anna", now) is None
     assert log.expire(DAY, limit=10) == 1
     assert log.expire(2 * DAY, limit=2) == 2
-    assert log.expire(2 * DAY, limit=2) == 1
+    assert log.expire(2 * DAY, limit=2) == 2
     assert log.expire(2 * DAY, limit=2) == 0
 
 

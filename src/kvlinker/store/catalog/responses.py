@@ -54,8 +54,8 @@ class ResponseLog:
         used: Sequence[str] = (),
     ) -> None:
         """Keep a response for ``ttl`` seconds from its last use. ``previous`` is the id of the
-        response that it goes on from, ``used`` are the ids of items that its request refers to;
-        their responses live on."""
+        response that it goes on from, ``used`` are the ids of responses, and of items of answers,
+        that its request refers to; these responses live on."""
         key = secrets.token_hex(12)
         body = self._pack(response.body, body_of(key))
         own_input = self._pack(response.input, input_of(key))
@@ -136,6 +136,15 @@ class ResponseLog:
         )
         return {each: self._unpack(content, item_of(item)) for each, item, content in rows}
 
+    def inputs(self, response_ids: Sequence[str], tenant: str, now: float) -> list[str]:
+        """Return the inputs of those of the responses that are there."""
+        rows = self._database.query(
+            "SELECT key, input FROM responses WHERE tenant = :tenant AND id IN (SELECT value FROM"
+            f" json_each(:ids)) AND {_LIVE}",
+            {"tenant": tenant, "ids": json.dumps(response_ids), "now": now},
+        )
+        return [self._unpack(own_input, input_of(key)) for key, own_input in rows]
+
     def delete(self, response_id: str, tenant: str, now: float) -> bool:
         """Remove a response; returns whether there was one. Those that go on from it are not gone
         on from any more."""
@@ -193,12 +202,12 @@ class ResponseLog:
         self,
         connection: Connection,
         previous: str | None,
-        items: Sequence[str],
+        used: Sequence[str],
         tenant: str,
         expires_at: float,
     ) -> str | None:
-        """Extend the lives of a response, of all that it continues, and of the responses of items
-        at least to ``expires_at``; returns the response's key."""
+        """Extend the lives of a response, of the responses that are ``used`` or have used items,
+        and of all that they continue, at least to ``expires_at``; returns the response's key."""
         rows = connection.execute(
             "SELECT key FROM responses WHERE tenant = :tenant AND id = :id",
             {"tenant": tenant, "id": previous},
@@ -206,14 +215,15 @@ class ResponseLog:
         key = rows[0][0] if rows else previous  # an id, which is no key, once it was deleted
         connection.execute(
             "WITH RECURSIVE used (key, previous) AS (SELECT key, previous FROM responses WHERE key"
-            " = :key OR key IN (SELECT response FROM response_items WHERE tenant = :tenant AND id"
-            " IN (SELECT value FROM json_each(:items))) UNION SELECT r.key, r.previous FROM used u"
+            " = :key OR (tenant = :tenant AND id IN (SELECT value FROM json_each(:used))) OR key IN"
+            " (SELECT response FROM response_items WHERE tenant = :tenant AND id IN (SELECT value"
+            " FROM json_each(:used))) UNION SELECT r.key, r.previous FROM used u"
             " JOIN responses r ON r.key = u.previous) UPDATE responses SET expires_at ="
             " greatest(expires_at, :expires_at) WHERE key IN (SELECT key FROM used)",
             {
                 "key": key,
                 "tenant": tenant,
-                "items": json.dumps(list(items)),
+                "used": json.dumps(list(used)),
                 "expires_at": expires_at,
             },
         )

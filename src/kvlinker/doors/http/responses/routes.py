@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, JsonValue, RootModel, TypeAdapter
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.types import Scope
 
 from kvlinker.base.errors import InvalidRequestError, KVLinkerError, ResponseNotFoundError
@@ -44,6 +46,19 @@ from kvlinker.llm import LLM
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=BodyRoute)
 
 logger = logging.getLogger(__name__)
+
+
+class _ResponseIdConvertor(StringConvertor):
+    """Takes any segment for an id but that of the route that counts tokens, whose other methods are
+    a 405, not a 404."""
+
+    regex = r"(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response_id", _ResponseIdConvertor())
+
+RESPONSE_ID = "{response_id:response_id}"
+"""The segment of a path that is the parameter ``response_id``."""
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -570,6 +585,9 @@ _ITEM_PREFIXES = {
 }
 """The prefixes of items' ids, by type."""
 
+_INPUT_ID = re.compile(r"[a-z]+_(resp_.+)_\d+")
+"""The id of an item of kept input: its prefix, its response, and its place among all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -602,8 +620,9 @@ def read_conversation(served: ServedModel, body: ResponsesRequest, tenant: str) 
         for turn in turns:
             earlier += [*json.loads(turn.input), *map(json.loads, turn.output)]
     own = body.own_items()
-    ids = [item.id for item in own if isinstance(item, ItemReference)]
-    referred = log.items(ids, tenant, now) if ids else {}
+    referred = _kept_items(
+        served, [item.id for item in own if isinstance(item, ItemReference)], tenant, now
+    )
     items: list[Item] = []
     for index, item in enumerate(own):
         if not isinstance(item, ItemReference):
@@ -618,6 +637,24 @@ def read_conversation(served: ServedModel, body: ResponsesRequest, tenant: str) 
                 code="item_not_found",
             )
     return Conversation(_ITEMS.validate_python(earlier), items, referred)
+
+
+def _kept_items(served: ServedModel, ids: Sequence[str], tenant: str, now: float) -> dict[str, str]:
+    """Return the JSON of those of the items that are kept, of answers and of inputs, by id."""
+    if not ids:
+        return {}
+    log = served.llm.catalog.responses
+    found = log.items(ids, tenant, now)
+    responses = {name for each in ids if (name := _response_of(each)) is not None}
+    for own_input in log.inputs(list(responses), tenant, now) if responses else ():
+        found |= {item["id"]: json.dumps(item) for item in json.loads(own_input)}
+    return {each: found[each] for each in ids if each in found}
+
+
+def _response_of(item_id: str) -> str | None:
+    """Return the id of the response whose input has the item; None for an item of an answer."""
+    named = _INPUT_ID.fullmatch(item_id)
+    return None if named is None else named[1]
 
 
 def keep(
@@ -636,8 +673,8 @@ def keep(
             [
                 json.loads(conversation.referred[item.id])
                 if isinstance(item, ItemReference)
-                else _as_kept(item)
-                for item in body.own_items()
+                else _as_kept(item, f"{whole.id}_{index}")
+                for index, item in enumerate(body.own_items())
                 if not isinstance(item, LeftOut)
             ]
         ),
@@ -650,7 +687,7 @@ def keep(
             now=time.time(),
             ttl=served.settings.response_ttl,
             previous=body.previous_response_id,
-            used=list(conversation.referred),
+            used=[_response_of(each) or each for each in conversation.referred],
         )
     except KVLinkerError as error:
         logger.warning("An answer was not kept for requests to go on from: %s", error.message)
@@ -691,13 +728,14 @@ def _not_found(response_id: str) -> ResponseNotFoundError:
     )
 
 
-def _as_kept(item: Any) -> dict[str, Any]:
-    """Return an item of input with an id, and as the list of parts that OpenAI lists."""
+def _as_kept(item: Any, name: str) -> dict[str, Any]:
+    """Return an item of input with an id, which ends with ``name``, and as the list of parts that
+    OpenAI lists."""
     kept: dict[str, Any] = item.model_dump(mode="json", by_alias=True, exclude_unset=True)
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"
         kept["content"] = [{"type": kind, "text": item.content}]
-    return {"type": item.type, "id": f"{_ITEM_PREFIXES[item.type]}_{secrets.token_hex(12)}", **kept}
+    return {"type": item.type, "id": f"{_ITEM_PREFIXES[item.type]}_{name}", **kept}
 
 
 def _responses() -> dict[int | str, dict[str, Any]]:
@@ -752,7 +790,7 @@ async def count_input_tokens(
     return InputTokens(input_tokens=len(read.prompt))
 
 
-@router.get("/{response_id}", response_model=ResponseObject, responses=error_responses(400, 404))
+@router.get(f"/{RESPONSE_ID}", response_model=ResponseObject, responses=error_responses(400, 404))
 def get_response(
     response_id: str,
     served: ServedModelParam,
@@ -767,7 +805,7 @@ def get_response(
     return JSONResponse(read_response(served, response_id, tenant))
 
 
-@router.delete("/{response_id}", responses=error_responses(404))
+@router.delete(f"/{RESPONSE_ID}", responses=error_responses(404))
 def remove_response(
     response_id: str, served: ServedModelParam, tenant: TenantParam
 ) -> ResponseDeletion:
