@@ -32,6 +32,9 @@ def test_head_is_get_without_a_body(served: Served, subtests: pytest.Subtests) -
         ("/nowhere", 404),
         ("/v1/chat/completions", 405),
         ("/tokenize", 405),
+        ("/v1/models/load", 405),
+        ("/v1/models/load/other", 404),
+        ("/v1/responses/input_tokens", 405),
     ],
 )
 def test_head_where_get_fails(served: Served, path: str, status: int) -> None:
@@ -52,6 +55,10 @@ ALLOWED = [
     (f"{CACHES}/cc_1/content", "GET, HEAD"),
     ("/v1/chat/completions", "POST"),
     ("/v1/models/tiny", "GET, HEAD"),
+    ("/v1/models/known", "GET, HEAD"),
+    ("/v1/models/load", "POST"),
+    ("/v1/responses/input_tokens", "POST"),
+    ("/v1/responses/resp_1", "DELETE, GET, HEAD"),
     ("/openapi.json", "GET, HEAD"),
     ("/", "GET, HEAD"),
 ]

@@ -27,13 +27,8 @@ PATIENT = ["--request-timeout", "300", "--suppress-health-check", "all"]
 CONFIGURATION = """
 [checks.negative_data_rejection]
 expected-statuses = [400, 404, 405, 413]
-
-[[operations]]
-include-path = ["/v1/models/load", "/v1/responses/input_tokens"]
-checks.allow_header_conformance.enabled = false
 """
-"""413 is for lists that are longer than allowed, and so the whole body. GET of these two paths is
-that of a model, or of a response, with such a name, which the schema has at another path."""
+"""413 is for lists that are longer than allowed, and so the whole body."""
 
 
 @pytest.mark.whole

@@ -32,6 +32,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
@@ -598,7 +599,17 @@ def _loadable(served: ServedModel) -> list[Model]:
     return list({each.name: each for each in models_here(beside)}.values())
 
 
-@router.get("/{name:path}", responses=error_responses(404))
+class _ModelNameConvertor(PathConvertor):
+    """Takes any path for a model's name but that of the route that loads one, whose other methods
+    are a 405, not a 404."""
+
+    regex = "(?!load$).*"
+
+
+register_url_convertor("model_name", _ModelNameConvertor())
+
+
+@router.get("/{name:model_name}", responses=error_responses(404))
 async def read_model(
     name: str, served: ServedModelParam, version: AnthropicVersion = None
 ) -> ModelObject | AnthropicModel:
