@@ -113,6 +113,15 @@ def test_the_first_words_of_a_long_query_count(catalog: Catalog) -> None:
     assert search(catalog, f"{others} Tom") == ()
 
 
+def test_a_query_of_too_many_bytes_is_refused(catalog: Catalog) -> None:
+    add(catalog, *map(record, TEXTS))
+    long = [f"word{number}" + "é" * 990 for number in range(MOST_WORDS)]
+    assert texts(search(catalog, " ".join(["Tom", *long[:500]])))[0] == TEXTS[1]
+    with pytest.raises(InvalidRequestError, match="at most 1,000,000") as caught:
+        search(catalog, " ".join(long))
+    assert caught.value.param == "query"
+
+
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture]
 )  # no example changes the catalog

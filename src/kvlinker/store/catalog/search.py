@@ -15,6 +15,9 @@ MOST_WORDS = 1000
 """The most words of a query that are searched for, the first ones: the time to parse it grows with
 their square, and others wait for the database meanwhile; chosen by hand."""
 
+MOST_BYTES = 10**6
+"""The most bytes of these words in UTF-8: PostgreSQL takes just under 1 MiB of words and ends."""
+
 _WORD = re.compile(r"\w+")
 
 
@@ -54,12 +57,20 @@ class SearchIndex:
 
         A text matches that has any of the query's words; SQLite, by BM25, puts first those that
         have many and rare ones, PostgreSQL those that have many. Nothing in the query is syntax.
-        ``now``: Unix seconds. Raises InvalidRequestError for a query without a word.
+        ``now``: Unix seconds. Raises InvalidRequestError for a query without a word, and for
+        one with more than ``MOST_BYTES`` of them.
         """
         words = list(dict.fromkeys(_WORD.findall(query)))[:MOST_WORDS]
         if not words:
             raise InvalidRequestError(
                 f"'query' has no word to search for: {query!r}.", param="query"
+            )
+        nbytes = len("".join(words).encode())
+        if nbytes > MOST_BYTES:
+            raise InvalidRequestError(
+                f"'query' has words of {nbytes:,} bytes; at most {MOST_BYTES:,} are searched for."
+                " Send fewer.",
+                param="query",
             )
         conditions, values = with_pairs(metadata)
         rows = self._database.texts.find(
