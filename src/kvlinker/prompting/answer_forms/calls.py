@@ -111,7 +111,8 @@ MOST_KNOWN = 1024
 
 
 def call_schemas(tools: Sequence[Tool], *, lenient: bool) -> Iterator[dict[str, Any]]:
-    """Yield the JSON schema of each tool's arguments, as llguidance takes it.
+    """Yield the JSON schema of each tool's arguments, as llguidance takes it. A function whose
+    properties are none has no arguments, unless its schema allows additional ones.
 
     ``lenient``: that of a function that is not strict is followed as far as a grammar can, and any
     object will do where it cannot at all, or where all together are too large; nothing is refused
@@ -120,7 +121,9 @@ def call_schemas(tools: Sequence[Tool], *, lenient: bool) -> Iterator[dict[str, 
     room = _Room()
     for tool in tools:
         function = function_of(tool)
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        parameters = function.get("parameters") or {"properties": {}}
+        closed = {"additionalProperties": False} if parameters.get("properties") == {} else {}
+        schema = {"type": "object", **closed, **parameters}
         if not lenient or function.get("strict"):
             yield {**schema, "x-guidance": json_style()}
             continue

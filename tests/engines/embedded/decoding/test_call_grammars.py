@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -86,6 +87,21 @@ def test_calls_have_the_models_own_form(guides, subtests):
                 assert not takes(guides, several, wrong)
             only_time = way(name).calls_grammar([TIME], tail=TAILS[name], several=True)
             assert not takes(guides, only_time, ONE_CALL[name])
+
+
+def test_functions_without_properties_have_no_arguments(guides, subtests):
+    declared: list[Any] = [None, {}, {"properties": {}}, {"type": "object", "properties": {}}]
+    open_ones = [{"type": "object"}, {"properties": {}, "additionalProperties": True}]
+    said = ONE_CALL["qwen3"].replace("get_weather", "get_time")
+    for parameters in (*declared, *open_ones):
+        with subtests.test(parameters):
+            function = {"name": "get_time"} | (
+                {} if parameters is None else {"parameters": parameters}
+            )
+            tools = [{"type": "function", "function": function}]
+            grammar = way("qwen3").calls_grammar(tools, tail=TAILS["qwen3"], several=False)
+            assert takes(guides, grammar, said) is (parameters in open_ones)
+            assert takes(guides, grammar, re.sub(r'"arguments": {.*?}', '"arguments": {}', said))
 
 
 def test_text_is_free_until_a_call_begins(guides, subtests):
