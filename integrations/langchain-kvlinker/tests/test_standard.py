@@ -1,9 +1,12 @@
-"""LangChain's standard tests, against a server with the model in the box."""
+"""LangChain's standard tests, against a server with the model in the box, or the one that
+``KVLINKER_MODEL`` names."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import httpx
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.retrievers import BaseRetriever
@@ -13,10 +16,11 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from langchain_kvlinker import ChatKVLinker, KVLinkerRetriever
 
 understanding = pytest.mark.xfail(
+    "KVLINKER_MODEL" not in os.environ,
     reason=(
         "The model in the box is a toy: its calls are valid, but it knows no tools but those it was"
         " trained with."
-    )
+    ),
 )
 
 
@@ -39,7 +43,14 @@ class TestChatKVLinkerUnit(ChatModelUnitTests):
 class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _server(self, base_url: str) -> None:
-        self._params = {"base_url": base_url, "temperature": 0, "max_tokens": 64}
+        # the penalty that the makers of Qwen2.5 recommend: greedy answers of 0.5B may never end
+        extra = {"repetition_penalty": 1.1}
+        self._params = {
+            "base_url": base_url,
+            "temperature": 0,
+            "max_tokens": 256,
+            "extra_body": extra,
+        }
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -55,7 +66,9 @@ class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
 
     @property
     def model_override_value(self) -> str:
-        return "reader"
+        served = httpx.get(f"{self._params['base_url']}/models").raise_for_status()
+        name: str = served.json()["data"][0]["id"]
+        return name
 
     @understanding
     def test_tool_calling(self, model: BaseChatModel) -> None:
@@ -64,10 +77,6 @@ class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
     @understanding
     async def test_tool_calling_async(self, model: BaseChatModel) -> None:
         await super().test_tool_calling_async(model)
-
-    @understanding
-    def test_tool_calling_with_no_arguments(self, model: BaseChatModel) -> None:
-        super().test_tool_calling_with_no_arguments(model)
 
     @understanding
     def test_json_mode(self, model: BaseChatModel) -> None:
