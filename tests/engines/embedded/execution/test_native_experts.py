@@ -95,7 +95,7 @@ def test_a_step_raises_what_its_experts_raise():
     assert torch.equal(runner.step(batch).logits[0], expected)
 
 
-def test_both_passes_that_are_compared_choose_the_same_experts(monkeypatch):
+def test_passes_that_are_compared_choose_the_same_experts(monkeypatch):
     """A router is moved between them so that others would be chosen."""
     loaded = prepare_model(tiny_model("mixtral-moe").bfloat16(), byte_tokenizer())
     assert isinstance(loaded.program, Program), loaded.program
@@ -110,5 +110,6 @@ def test_both_passes_that_are_compared_choose_the_same_experts(monkeypatch):
         return compute(model, *args)
 
     monkeypatch.setattr(compiling, "_computed", computed)
-    assert program_error(loaded.model, loaded.anatomy, loaded.program) <= 5e-3
-    assert passes == [loaded.program, None]
+    error = program_error(loaded.model, loaded.anatomy, loaded.program)
+    assert error <= compiling.LARGEST_ERROR
+    assert passes[:2] == [loaded.program, None]
