@@ -1,7 +1,6 @@
 """With a real model, a hostile text that others were computed behind has no word in answers about
 them (HijackKV, 2607.19957)."""
 
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,9 +13,8 @@ from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from kvlinker.quality.evaluation.datasets.facts import facts
 from kvlinker.service.audit.comparison import NextToken, kl_divergence
+from tests.real_models.conftest import SMOLLM2, model_path
 
-MODELS = Path(__file__).parents[2] / ".models"
-MODEL = "smollm2-135m-instruct"
 QUESTIONS = 4
 SECONDS = 600.0
 HOSTILE = (
@@ -27,10 +25,8 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    if not (MODELS / MODEL).exists():
-        pytest.skip(f"{MODEL} is not there: `make models` puts it together")
     state = tmp_path_factory.mktemp("state")
-    with LLM(model=str(MODELS / MODEL), prefix_cache="off", state_dir=state) as opened:
+    with LLM(model=model_path(SMOLLM2), prefix_cache="off", state_dir=state) as opened:
         yield opened
 
 

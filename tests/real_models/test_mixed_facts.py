@@ -1,7 +1,6 @@
 """With a real model, the default policy keeps documents apart as the full computation does."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 from kvlinker import LLM
 from kvlinker.quality.evaluation.datasets.facts import facts
 from kvlinker.quality.evaluation.metrics import names
+from tests.real_models.conftest import QWEN, model_path
 
-MODELS = Path(__file__).parents[2] / ".models"
-MODEL = "qwen2.5-coder-0.5b-instruct"
 QUESTIONS = 6
 
 SECONDS = 600.0
@@ -20,12 +18,11 @@ SECONDS = 600.0
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    if not (MODELS / MODEL).exists():
-        pytest.skip(f"{MODEL} is not there: `make models` puts it together")
+    path = model_path(QWEN)
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)  # nothing else is run beside it
     with LLM(
-        model=str(MODELS / MODEL),
+        model=path,
         prefix_cache="off",
         state_dir=tmp_path_factory.mktemp("state"),
     ) as opened:

@@ -20,7 +20,7 @@ def reference_model(family, **changes):
 
 
 class Pass(NamedTuple):
-    """``logits`` [tokens, vocabulary]; per layer the new ``keys`` and ``values`` [kv_heads, tokens,
+    """``logits`` [last, vocabulary]; per layer the new ``keys`` and ``values`` [kv_heads, tokens,
     dim] and the ``attention`` [heads, tokens, tokens]."""
 
     logits: torch.Tensor
@@ -49,16 +49,18 @@ class Replacing(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 @torch.inference_mode()
-def forward(model, tokens, computed=None, placed=None, first=0):
+def forward(model, tokens, computed=None, placed=None, first=0, last=0):
     """One pass over all ``tokens``, at positions from ``first`` on. ``computed``: masks [tokens],
     one per layer; elsewhere the keys and values of ``placed`` take their place (but all tokens get
-    new ones, which are returned)."""
+    new ones, which are returned). The logits are those of the ``last`` tokens; of all by default,
+    which a large vocabulary makes large."""
     replacing = Replacing(computed, placed)
     output = model(
         input_ids=torch.tensor([list(tokens)]),
         position_ids=torch.arange(first, first + len(tokens))[None],
         past_key_values=replacing,
         output_attentions=True,
+        logits_to_keep=last,
     )
     return Pass(
         output.logits[0],
@@ -70,10 +72,11 @@ def forward(model, tokens, computed=None, placed=None, first=0):
 
 class Reference:
     """One prompt whose chunks were computed alone, or behind their prefixes, and are placed where
-    they stand; if not ``positioned``, they stay where they were."""
+    they stand; if not ``positioned``, they stay where they were. ``model`` takes the place of a
+    family's."""
 
-    def __init__(self, prompt, family="llama", positioned=True, **changes):
-        self.model = reference_model(family, **changes)
+    def __init__(self, prompt, family="llama", positioned=True, model=None, **changes):
+        self.model = model or reference_model(family, **changes)
         self.prompt = prompt
         self.layers = self.model.config.num_hidden_layers
         self.parts = "vk" if "latents" in family else "kv"  # a latent is the cache's key
@@ -88,7 +91,7 @@ class Reference:
             # Rotary embeddings tell distances only, so that a chunk may be computed where it is to
             # be placed.
             first = span.start - before if positioned else 0
-            alone = forward(self.model, [*chunk.prefix, *chunk.tokens], first=first)
+            alone = forward(self.model, [*chunk.prefix, *chunk.tokens], first=first, last=1)
             self._place(
                 span,
                 [
@@ -168,10 +171,9 @@ class Reference:
             tuple(torch.nn.functional.pad(part, (0, 0, 0, steps)) for part in layer)
             for layer in self.placed or []
         ]
-        logits = forward(
-            self.model, [*self.prompt.tokens.tolist(), *continuation], masks, placed or None
-        ).logits
-        return torch.log_softmax(logits[-steps - 1 : -1].double(), -1)
+        tokens = [*self.prompt.tokens.tolist(), *continuation]
+        logits = forward(self.model, tokens, masks, placed or None, last=steps + 1).logits
+        return torch.log_softmax(logits[:-1].double(), -1)
 
 
 def chunk_attention(model, tokens):

@@ -218,11 +218,12 @@ class Spoiling(Policy):
                 position - span.start for position in spoiled if span.start <= position < span.end
             ]
             for layer in kv.layers:
-                layer.key[:, inside] = layer.value[:, inside] = 77.0
+                with torch.inference_mode():  # in which kernels write resident keys
+                    layer.key[:, inside] = layer.value[:, inside] = 77.0
         return selected
 
 
-def answer_over_a_spoiled_pool(made, prompt, names, more=()):
+def answer_over_a_spoiled_pool(made, prompt, names, more=(), **sampling):
     pool = made.engine.runner.pool
     for tensor in (*pool.keys, *pool.values):
         tensor.zero_()
@@ -233,9 +234,8 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
     ]
     chunks = tuple(made.store.get(key) for key in keys)
     parts = tuple(Spoiling(parse_policy(name), pool, chunks, more) for name in names)
-    for outcome in made.answer_twice(
-        prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2
-    ):
+    policy = parts[0] if len(parts) == 1 else Union(parts)
+    for outcome in made.answer_twice(prompt, policy, **{"max_tokens": 2} | sampling):
         assert outcome.failed is None, outcome.failed
         yield outcome
 
