@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from kvlinker.base.errors import ModelLoadError
 from kvlinker.base.loading import Report, part_of, unreported
+from kvlinker.base.machine import processors
 from kvlinker.base.system import allocate
 from kvlinker.engines.contract.file_hashes import file_hashes
 from kvlinker.engines.contract.gguf_files import UnpackedForm, gguf_files, unpacked_folder
@@ -458,8 +460,10 @@ def _write_grouped(
         for outputs, inputs in [place.shape]
     }
     views = _mapped(path, entries, described)
-    for done, (name, place) in enumerate(places.items()):
-        report("unpacking", done / len(places))
+
+    def write(name: str) -> bool:
+        """Return False, and stop, where a scale of the matrix is no number of fp16."""
+        place = places[name]
         order = torch.arange(place.shape[0])
         if heads := _paired_heads(name, architecture, config):
             order = _unpermuted(order, heads)
@@ -470,10 +474,18 @@ def _write_grouped(
             blocks = grouped_blocks(rows, KINDS[place.kind].form)
             if blocks is None:
                 logger.info("%s stays in bfloat16: its scales are no numbers of fp16.", name)
-                path.unlink()
-                return ()
+                return False
             begin = first // BLOCK
             views[name][begin : begin + len(blocks)] = blocks.flatten(1)
+        return True
+
+    with ThreadPoolExecutor(processors()) as threads:
+        for done, is_written in enumerate(threads.map(write, places), 1):
+            report("unpacking", done / len(places))
+            if not is_written:
+                threads.shutdown(cancel_futures=True)
+                path.unlink()
+                return ()
     return places.keys()
 
 
