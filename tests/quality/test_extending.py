@@ -100,10 +100,10 @@ def test_a_benchmark_is_a_command(install: Install, tmp_path: Path) -> None:
 
 def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
     declared = benchmark.declared_benchmarks()
-    assert " ".join(declared) == "decode load quality ttft"
+    assert " ".join(declared) == "decode quality ttft"
     for name, one in declared.items():
         assert (benchmark.find_benchmark(name).run.__doc__ or "").startswith(one.summary)
     with pytest.raises(
-        InvalidRequestError, match="Unknown benchmark 'speed'; known are decode, load, quality"
+        InvalidRequestError, match="Unknown benchmark 'speed'; known are decode, quality, ttft"
     ):
         benchmark.find_benchmark("speed")

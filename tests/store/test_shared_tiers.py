@@ -265,5 +265,7 @@ def test_two_server_processes_on_one_redis(redis_server: RedisServer, tmp_path: 
                 message = {"role": "user", "content": [*caches, "What colour is the kettle?"]}
                 assert client.chat_completion([message], max_tokens=4).usage.cached_tokens > 0
         metrics = httpx.get(f"{two}/metrics").text
-    assert 'kvlinker:chunk_lookups_total{result="hit",tier="redis"} 2.0' in metrics
+    found = re.search(r'chunk_lookups_total{result="hit",tier="redis"} (\d+)', metrics)
+    assert found is not None
+    assert int(found[1]) >= len(TEXTS)  # KV for later places is looked up, too
     assert 'result="miss"' not in metrics
