@@ -315,3 +315,22 @@ def test_experts_stay_in_fp32_where_pytorch_alone_multiplies_them(
     byte_tokenizer(256).save_pretrained(tmp_path)
     model, _ = read_model(load_settings(model=str(tmp_path)), own_bf16=True)
     assert next(model.parameters()).dtype == dtype
+
+
+def test_weights_that_are_given_are_taken_as_they_are_and_all_of_them(tmp_path: Path) -> None:
+    written = tiny_model("llama")
+    written.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    settings = load_settings(model=str(tmp_path), dtype="float32")
+    weights = dict(written.state_dict())
+    model, _ = read_model(settings, weights=weights)
+    assert all(
+        model.state_dict()[name].data_ptr() == each.data_ptr() for name, each in weights.items()
+    )
+    for (name, buffer), (_, expected) in zip(
+        model.named_buffers(), written.named_buffers(), strict=True
+    ):
+        assert torch.equal(buffer, expected), name
+    del weights["model.norm.weight"]
+    with pytest.raises(ModelLoadError, match=r"no weights for model\.norm\.weight: delete"):
+        read_model(settings, weights=weights)

@@ -74,6 +74,11 @@ def read_model(
         model = kind.from_config(config, dtype=dtype)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
+    if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        raise ModelLoadError(
+            f"{settings.model!r} has no weights for {', '.join(lacking[:3])}: delete the folder,"
+            " and the file is unpacked again."
+        )
     model.generation_config = _read(GenerationConfig, settings)
     return model.eval(), tokenizer
 
