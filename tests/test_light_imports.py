@@ -69,6 +69,9 @@ heavy = "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor", "torch.
 print(*(name for name in heavy if name in sys.modules), "loaded")
 import torch
 from transformers.masking_utils import TransformGetItemToIndex
+import transformers
+families = transformers.models
+print(families.llama.LlamaConfig is transformers.LlamaConfig is families.LlamaConfig)
 with TransformGetItemToIndex():
     print(torch.compile.__module__, torch._dynamo.__file__, torch.distributed.is_available())
 """
@@ -80,8 +83,9 @@ def test_a_server_imports_no_compiler() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SERVING], capture_output=True, text=True, timeout=120, check=True
     )
-    loaded, compiler = run.stdout.splitlines()
+    loaded, has_families, compiler = run.stdout.splitlines()
     assert loaded == "loaded"
+    assert has_families == "True"
     assert "_dynamo/__init__.py" in compiler
 
 

@@ -25,9 +25,9 @@ def import_transformers() -> None:
     generation; where PyTorch was built for CPUs alone, without Triton; and without PyTorch's
     compiler and distributed tensors. They take 250 MB.
 
-    Other code can import them afterwards. Transformers takes them for not installed in this
-    process, so this is for kvlinker's own, and only where transformers has not looked for them yet:
-    vLLM imports it first.
+    Other code can import them afterwards, and use all but distributed tensors where PyTorch was
+    built for CPUs alone. Transformers takes them for not installed in this process, so this is for
+    kvlinker's own, and only where transformers has not looked for them yet: vLLM imports it first.
     """
     import torch
 
@@ -35,7 +35,8 @@ def import_transformers() -> None:
     for_cpus = not any(built_for)
     hidden = {"scipy", "sklearn", "triton"} if for_cpus else {"scipy", "sklearn"}
     hidden -= sys.modules.keys()
-    _forgo_distributed_tensors()
+    if for_cpus:
+        _forgo_distributed_tensors()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
@@ -80,7 +81,7 @@ def _families(transformers: ModuleType) -> ModuleType:
 def _forgo_distributed_tensors() -> None:
     """Let PyTorch tell distributed tensors from others without importing them: it asks for their
     class at the first function of any class of tensors, such as weights in codes, and remembers
-    it."""
+    it. Distributed tensors do not work in this process then."""
     import torch
 
     class Probe(torch.Tensor):

@@ -2,13 +2,17 @@
 own."""
 
 import sys
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
 from kvlinker.engines.embedded.chunks.places import ROW, ROW_ROOM, circles, orders
 from kvlinker.linking import parse_policy
@@ -432,6 +436,22 @@ def test_chunks_may_be_expected_of_a_closed_engine(bench):
     made = bench(policy="row")
     made.engine.close()
     made.engine.expect_together(behind_header(23, 31).chunks, tenant="default")
+
+
+def test_a_row_may_end_after_the_engine_was_closed(bench, monkeypatch, caplog):
+    made = bench(policy="row")
+    begun, computed = threading.Event(), Future()
+
+    def enter(request):
+        begun.set()
+        return SimpleNamespace(future=computed)
+
+    monkeypatch.setattr(made.engine.scheduler, "enter", enter)
+    made.engine.expect_together(behind_header(23, 31).chunks, tenant="default")
+    assert begun.wait(PATIENCE)
+    made.engine.close()
+    computed.set_exception(EngineClosedError("closed"))
+    assert "exception calling callback" not in caplog.text
 
 
 def test_models_with_states_refuse_rows(bench):

@@ -137,8 +137,7 @@ class PlaceBuilder:
         ones. Returns at once; any thread may call it, and one that comes after the engine was
         closed changes nothing.
         """
-        with suppress(RuntimeError):  # the background's thread has ended
-            self._background(partial(self._change, partial(self._add, chunks, tenant)))
+        self._hand_over(partial(self._add, chunks, tenant))
 
     def settle(self) -> Future[None]:
         """Return a future that is done once all that was offered is computed, or given up. Any
@@ -146,6 +145,11 @@ class PlaceBuilder:
         settled: Future[None] = Future()
         self._background(partial(self._change, partial(self._settled.append, settled)))
         return settled
+
+    def _hand_over(self, change: Callable[[], None]) -> None:
+        """Let the background change what is wanted or known. Any thread may call it."""
+        with suppress(RuntimeError):  # the background's thread has ended
+            self._background(partial(self._change, change))
 
     def _change(self, change: Callable[[], None] = lambda: None) -> None:
         """Change what is wanted or known, and go on. A row that fails is given up."""
@@ -311,9 +315,7 @@ class PlaceBuilder:
         computed = self._scheduler.enter(request).future
         self._row = row
         computed.add_done_callback(
-            lambda done: self._background(
-                partial(self._change, partial(self._note, row, ordered, done))
-            )
+            lambda done: self._hand_over(partial(self._note, row, ordered, done))
         )
 
     def _note(self, row: _Row, ordered: Sequence[Chunk], done: Future[tuple[ChunkKV, ...]]) -> None:
