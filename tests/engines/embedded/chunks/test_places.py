@@ -440,7 +440,8 @@ def test_chunks_may_be_expected_of_a_closed_engine(bench):
 
 def test_a_row_may_end_after_the_engine_was_closed(bench, monkeypatch, caplog):
     made = bench(policy="row")
-    begun, computed = threading.Event(), Future()
+    begun = threading.Event()
+    computed: Future[None] = Future()
 
     def enter(request):
         begun.set()
