@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvlinker.base import own_process
 from kvlinker.prompting.segments import FreshSegment, Prompt
 from kvlinker.quality.bench.harness.measurement import (
     Tokens,
@@ -69,7 +69,7 @@ def start_kvlinker(
 ) -> Iterator[KVLinkerPeer]:
     """Load the task's model in an engine of kvlinker, with its weights in a format, and with a
     store of its own."""
-    import_module("kvlinker.cli")  # the process is kvlinker's own, as that of its command
+    own_process.set_up()  # as a command does
     from kvlinker.llm import LLM
     from kvlinker.settings import load_settings
 
