@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 @pytest.fixture(autouse=True)
 def _soon_and_little(monkeypatch):
     """Rows in one context, of few questions, at once."""
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.CONTEXTS", 1)
+    monkeypatch.setattr("kvlinker.engines.contract.places.CONTEXTS", 1)
     monkeypatch.setattr("kvlinker.quality.policy_measurement.QUESTIONS", 1)
     monkeypatch.setattr("kvlinker.quality.policy_measurement.LEAST_QUESTIONS", 1)
     monkeypatch.setattr("kvlinker.quality.policy_measurement.IDLE_SECONDS", 0.0)

@@ -107,7 +107,7 @@ class Chunk:
 
     place: int = 0
     """Its place in a row of texts: the number of texts between ``prefix`` and the chunk when its KV
-    was computed (``engines.embedded.chunks.places``). ``LAST_PLACE`` stands for all later places
+    was computed (``engines.contract.places``). ``LAST_PLACE`` stands for all later places
     too."""
 
     scored: bool = field(default=True, compare=False)

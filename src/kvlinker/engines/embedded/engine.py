@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from typing import TypeVar, cast
 
 import numpy as np
@@ -33,8 +34,8 @@ from kvlinker.engines.contract.contract import (
     check_supported,
 )
 from kvlinker.engines.contract.elsewhere import Elsewhere
+from kvlinker.engines.contract.places import PlaceBuilder, row_text
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
-from kvlinker.engines.embedded.chunks.places import PlaceBuilder
 from kvlinker.engines.embedded.chunks.prompt_loader import PromptLoader
 from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
@@ -44,8 +45,9 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.generation import Generation, PromptRequest
-from kvlinker.engines.embedded.requests.request import Request
+from kvlinker.engines.embedded.requests.request import Request, ResultKind
 from kvlinker.engines.embedded.requests.scoring import Explaining, Scoring, WholeScoring
 from kvlinker.engines.embedded.requests.sequence import SequenceSlots
 from kvlinker.engines.embedded.scheduling.composition import LayeredPieces, StepComposer
@@ -58,7 +60,7 @@ from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompting.segments import Prompt
 from kvlinker.settings import Settings
-from kvlinker.store import ChunkStore, Speeds
+from kvlinker.store import ChunkKV, ChunkStore, Speeds
 from kvlinker.store.memory.pinned import PinnedChunk
 from kvlinker.store.memory.resident import Residence
 
@@ -222,7 +224,12 @@ class EmbeddedEngine:
         usual = parse_policy(settings.usual_policy)
         self._expects_places = usual.needs.places and loaded.unsupported(usual) is None
         self._places = PlaceBuilder(
-            loaded, store, self.scheduler, self._background.submit, longest=longest
+            store,
+            self._compute_row,
+            self._background.submit,
+            fingerprint=loaded.fingerprint,
+            kv_bytes=loaded.kv_bytes,
+            longest=longest,
         )
         builder = None
         if variants is not None and loaded.layers:
@@ -388,6 +395,19 @@ class EmbeddedEngine:
             check_supported(self.unsupported(request.request.policy))
         self._loader.name_chunks(request)
         return self.scheduler.enter(request)
+
+    def _compute_row(self, chunks: Sequence[Chunk], tenant: str) -> Future[tuple[ChunkKV, ...]]:
+        tokens, spans = row_text(chunks)
+        reading = Reading(np.array(tokens, dtype=np.int64), spans[1:], keeps_states=False)
+        request = CaptureRequest(
+            self._loaded,
+            [reading],
+            kind=ResultKind.BACKGROUND,
+            keep=itemgetter(0),
+            identity=None,
+            tenant=tenant,
+        )
+        return self.scheduler.enter(request).future
 
     def _note_use(self, request: PromptRequest) -> None:
         assert request.link is not None

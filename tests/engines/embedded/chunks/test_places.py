@@ -14,7 +14,7 @@ import torch
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
-from kvlinker.engines.embedded.chunks.places import ROW, ROW_ROOM, circles, orders
+from kvlinker.engines.contract.places import ROW, ROW_ROOM, circles, orders
 from kvlinker.linking import parse_policy
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkKV
@@ -37,7 +37,7 @@ def _one_context(monkeypatch):
 
 def compute_in(monkeypatch, contexts):
     """Has chunks computed in so many contexts at most."""
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.CONTEXTS", contexts)
+    monkeypatch.setattr("kvlinker.engines.contract.places.CONTEXTS", contexts)
 
 
 def passes_of(made, monkeypatch, failing=()):
@@ -201,7 +201,7 @@ def test_means_go_on_where_they_were_cut_short(bench, monkeypatch):
 def test_rows_whose_kv_gets_no_more_contexts_are_given_up(bench, monkeypatch):
     """As under a store that evicts it again and again: they would be computed for ever."""
     compute_in(monkeypatch, 4)
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.mean_with", lambda kv, _stored: kv)
+    monkeypatch.setattr("kvlinker.engines.contract.places.mean_with", lambda kv, _stored: kv)
     made = bench()
     prompt = behind_header(23, 31, 17, 11)
     made.cache(prompt)
@@ -283,7 +283,7 @@ def test_an_answer_is_right_where_the_kv_that_it_chose_is_gone(bench, monkeypatc
 
 
 def test_late_rows_are_not_computed_for_what_nobody_has_any_more(bench, monkeypatch):
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.WANTED_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.engines.contract.places.WANTED_SECONDS", 0.0)
     made = bench()
     kept, gone = behind_header(23, 31), behind_header(23, 31, seed=1)
     made.cache(kept)
@@ -401,7 +401,7 @@ def raised(errors):
 
 
 def test_many_rows_that_nobody_needs_any_more_are_dropped(bench, monkeypatch):
-    monkeypatch.setattr("kvlinker.engines.embedded.chunks.places.WANTED_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.engines.contract.places.WANTED_SECONDS", 0.0)
     made = bench()
     chunks = behind_header(*[5] * 2 * sys.getrecursionlimit()).chunks
     wanted = behind_header(23, 31, seed=1)

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 from kvlinker.base.errors import KVLinkerError
 from kvlinker.base.futures import completed, fall_back, follow_up, gather
@@ -15,8 +14,9 @@ from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.engines.contract.contract import GenerationRequest
 from kvlinker.engines.contract.elsewhere import Elsewhere
+from kvlinker.engines.contract.places import TenantLibrary
 from kvlinker.engines.embedded.chunks.builder import ChunkBuilder
-from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
+from kvlinker.engines.embedded.chunks.variants import VariantBuilder
 from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.engines.embedded.model.anatomy import keeping
 from kvlinker.engines.embedded.model.loaded import LoadedModel
@@ -24,7 +24,7 @@ from kvlinker.engines.embedded.requests.generation import PromptRequest
 from kvlinker.engines.embedded.requests.request import RequestState
 from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
-from kvlinker.linking.evidence import Forecast, Variant
+from kvlinker.linking.evidence import Forecast
 from kvlinker.linking.link import Link, no_reuse
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import Refinement
@@ -37,23 +37,6 @@ from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.prefixes import SpilledPrefixes
 
 logger = logging.getLogger(__name__)
-
-
-class TenantLibrary(NamedTuple):
-    """The ``Library`` of what is stored of one tenant's chunks."""
-
-    store: ChunkStore
-    fingerprint: str
-    tenant: str
-    kept: VariantLibrary | None
-    """The library of variants; None to show none."""
-
-    def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
-        return () if self.kept is None else self.kept.variants(chunk, self.tenant)
-
-    def has(self, chunk: Chunk) -> bool:
-        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=self.tenant)
-        return self.store.tier_of(key) is not None
 
 
 class PromptLoader:
@@ -178,7 +161,7 @@ class PromptLoader:
                 self._store,
                 self._fingerprint,
                 wanted.tenant,
-                None if self._variants is None or wanted.salt else self._variants.library,
+                None if self._variants is None or wanted.salt else self._variants.library.variants,
             ),
             forecast=partial(self._forecast, request),
             reuse=partial(self._reuse, request) if request.reuses else no_reuse,

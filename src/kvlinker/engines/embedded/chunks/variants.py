@@ -4,12 +4,13 @@ else to do."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from kvlinker.base.errors import CatalogUnavailableError, EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.contract.places import Background
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.request import ResultKind
@@ -21,9 +22,6 @@ from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, Variant
 from kvlinker.store.chunk_kv import ChunkKV
 
 logger = logging.getLogger(__name__)
-
-Background = Callable[[Callable[[], object]], object]
-"""Runs a function that takes time in another thread."""
 
 
 class VariantLibrary:

@@ -17,17 +17,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-
-import numpy as np
+from typing import NamedTuple
 
 from kvlinker.base.errors import EngineClosedError
 from kvlinker.base.types.chunks import LAST_PLACE, Chunk, chunk_key, place_keys
-from kvlinker.engines.embedded.chunks.variants import Background
-from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
-from kvlinker.engines.embedded.requests.request import ResultKind
-from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.linking.evidence import Variant
+from kvlinker.prompting.segments import Range
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV, mean_with
 
@@ -54,6 +49,31 @@ hand."""
 WANTED_SECONDS = 300.0
 """The seconds from a row's offer within which it is computed even if its chunks are not stored: KV
 that is stored soon after a deletion is deleted again (``store.deletions``)."""
+
+
+Background = Callable[[Callable[[], object]], object]
+"""Runs a function that takes time in another thread."""
+
+RowComputation = Callable[[Sequence[Chunk], str], "Future[tuple[ChunkKV, ...]]"]
+"""Computes chunks of a tenant behind one another, behind the first one's ``prefix``, when the
+engine has nothing else to do. The result is the KV of all but the first."""
+
+
+class TenantLibrary(NamedTuple):
+    """The ``Library`` of what is stored of one tenant's chunks."""
+
+    store: ChunkStore
+    fingerprint: str
+    tenant: str
+    find_variants: Callable[[Chunk, str], Sequence[Variant]] | None = None
+    """Finds the tenant's variants of a chunk; None to show none."""
+
+    def variants(self, chunk: Chunk) -> Sequence[Variant]:
+        return () if self.find_variants is None else self.find_variants(chunk, self.tenant)
+
+    def has(self, chunk: Chunk) -> bool:
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=self.tenant)
+        return self.store.tier_of(key) is not None
 
 
 def circles(count: int) -> int:
@@ -107,19 +127,22 @@ class PlaceBuilder:
 
     def __init__(
         self,
-        loaded: LoadedModel,
         store: ChunkStore,
-        scheduler: Scheduler,
+        compute: RowComputation,
         background: Background,
         *,
+        fingerprint: str,
+        kv_bytes: Callable[[int], int],
         longest: int,
     ) -> None:
-        """``longest`` is the most tokens that a row may have. All but ``offer`` and ``settle`` runs
-        in ``background``, which must be a single thread."""
-        self._loaded = loaded
+        """``kv_bytes`` counts the bytes of so many tokens' KV; ``longest`` is the most tokens that
+        a row may have. All but ``offer`` and ``settle`` runs in ``background``, which must be a
+        single thread."""
         self._store = store
-        self._scheduler = scheduler
+        self._compute_row = compute
         self._background = background
+        self._fingerprint = fingerprint
+        self._kv_bytes = kv_bytes
         self._longest = longest
         self._waiting: dict[tuple[Chunk, ...], _Row] = {}
         self._later: OrderedDict[tuple[Chunk, ...], _Row] = OrderedDict()
@@ -230,7 +253,7 @@ class PlaceBuilder:
             tokens = len(chunk) + sum(map(len, row))
             if (
                 len(chunk.prefix) + tokens > self._longest
-                or self._loaded.kv_bytes(tokens) * len(row) > room
+                or self._kv_bytes(tokens) * len(row) > room
             ):
                 break
             row.append(chunk)
@@ -304,15 +327,7 @@ class PlaceBuilder:
         return min(contexts.values())
 
     def _compute(self, row: _Row, ordered: tuple[Chunk, ...]) -> None:
-        request = CaptureRequest(
-            self._loaded,
-            [_reading(ordered)],
-            kind=ResultKind.BACKGROUND,
-            keep=itemgetter(0),
-            identity=None,
-            tenant=row.tenant,
-        )
-        computed = self._scheduler.enter(request).future
+        computed = self._compute_row(ordered, row.tenant)
         self._row = row
         computed.add_done_callback(
             lambda done: self._hand_over(partial(self._note, row, ordered, done))
@@ -352,7 +367,7 @@ class PlaceBuilder:
         return self._store.tier_of(self._key(chunk, tenant)) is not None
 
     def _key(self, chunk: Chunk, tenant: str) -> str:
-        return chunk_key(chunk, fingerprint=self._loaded.fingerprint, tenant=tenant)
+        return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
 
 def _placed(ordered: Sequence[Chunk], kept: Set[Chunk]) -> list[Chunk]:
@@ -360,9 +375,11 @@ def _placed(ordered: Sequence[Chunk], kept: Set[Chunk]) -> list[Chunk]:
     return [chunk.at_place(place) for place, chunk in enumerate(ordered) if place and chunk in kept]
 
 
-def _reading(chunks: Sequence[Chunk]) -> Reading:
+def row_text(chunks: Sequence[Chunk]) -> tuple[list[int], list[Range]]:
+    """Return the tokens of chunks behind one another, behind the first one's ``prefix``, and the
+    positions [begin, end) of each."""
     tokens, spans = [*chunks[0].prefix], []
     for chunk in chunks:
         spans.append((len(tokens), len(tokens) + len(chunk)))
         tokens += chunk.tokens
-    return Reading(np.array(tokens, dtype=np.int64), spans[1:], keeps_states=False)
+    return tokens, spans
