@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvlinker.base.errors import ContextLengthError
 from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.base.types.chunks import Chunk, chunk_key
-from kvlinker.store import ChunkStore, StoreError
+from kvlinker.engines.contract.places import TenantLibrary, row_text
+from kvlinker.store import ChunkKV, ChunkStore, StoreError
 from kvlinker_vllm.frontend.client import VLLMClient
-from kvlinker_vllm.protocol.transfer_plan import plan_capture
+from kvlinker_vllm.protocol.transfer_plan import plan_capture, plan_row
 
 logger = logging.getLogger("kvlinker.vllm.frontend.chunk_provider")
 
 DISK = "disk"
+
+KEY_BYTES = 32
+"""The bytes of a key, which are written as hexadecimal digits."""
+
 BUILT_AT_ONCE = 2
 """The most chunks that are computed at once while no answer waits for them: more would slow answers
 down."""
@@ -36,6 +42,9 @@ class ChunkNotStoredError(StoreError):
 
 class ProvidedChunk(NamedTuple):
     """A chunk whose file is stored, where the store has room for it."""
+
+    key: str
+    """The key of its KV."""
 
     scores: ChunkScores | None
     """The scores that are stored with its KV, if any."""
@@ -75,6 +84,10 @@ class ChunkProvider:
         """Return the key of the chunk's KV."""
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
+    def library(self, tenant: str) -> TenantLibrary:
+        """Return the library of the tenant's chunks, which has no variants."""
+        return TenantLibrary(self._store, self._fingerprint, tenant)
+
     async def cache(self, chunk: Chunk, tenant: str) -> int:
         """Make sure that the chunk's file is stored, and return its bytes; 0 if it has vanished
         since. Raises KVLinkerError, ChunkNotStoredError among them."""
@@ -87,7 +100,8 @@ class ChunkProvider:
         return stored or 0
 
     async def provide(self, chunk: Chunk, tenant: str) -> ProvidedChunk:
-        """Make sure that the chunk's file is stored.
+        """Make sure that the chunk's file is stored; the file of its first place if that of its own
+        was evicted.
 
         Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has
         the request computed in full.
@@ -96,6 +110,8 @@ class ChunkProvider:
         """
         key = self.key(chunk, tenant)
         found, scores = await self._client.in_thread(self._fetch, key)
+        if chunk.place and not found:
+            return await self.provide(chunk.at_place(0), tenant)
         made = False
         if not found:
             made = key not in self._building
@@ -103,9 +119,25 @@ class ChunkProvider:
                 await self._build(key, chunk)
             except ChunkNotStoredError as error:
                 self._note_refused(error)
-                return ProvidedChunk(None, made)
+                return ProvidedChunk(key, None, made)
             found, scores = await self._client.in_thread(self._fetch, key)
-        return ProvidedChunk(scores, made)
+        return ProvidedChunk(key, scores, made)
+
+    async def compute_row(self, chunks: Sequence[Chunk]) -> tuple[ChunkKV, ...]:
+        """Compute chunks behind one another, and return the KV of all but the first; vLLM's workers
+        hand it over in files. Raises ChunkNotStoredError where they cannot."""
+        tokens, spans = row_text(chunks)
+        keys = [secrets.token_hex(KEY_BYTES) for _ in spans[1:]]
+        for key, chunk in zip(keys, chunks[1:], strict=True):
+            await self._make_room(key, chunk)
+        outcome = await self._client.run_transfer(plan_row(keys, spans[1:]), tokens)
+        kvs = [await self._client.in_thread(self._take, key) for key in keys]
+        if not outcome.linked or None in kvs:
+            raise ChunkNotStoredError(
+                f"A row of {len(chunks)} chunks could not be computed and stored: see the log of"
+                " vLLM's processes."
+            )
+        return tuple(kv for kv in kvs if kv is not None)
 
     def cancel(self) -> None:
         """Cancel the chunks that are being computed."""
@@ -128,15 +160,7 @@ class ChunkProvider:
                 f" most {self._longest}. Shorten it, or split it into chunks.",
                 param="chunks",
             )
-        nbytes = (
-            len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
-        )
-        if not await self._client.in_thread(self._store.make_room, key, nbytes):
-            raise ChunkNotStoredError(
-                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes}"
-                " bytes. Give it more disk_space, or the disk itself more room, or unpin context"
-                " caches."
-            )
+        await self._make_room(key, chunk)
         stored = False
         if self._unrelated and chunk.scored and len(tokens) + len(self._unrelated) <= self._longest:
             stored = await self._capture(key, chunk, self._unrelated)
@@ -147,6 +171,17 @@ class ChunkProvider:
             )
         await self._client.in_thread(self._store.share, key)
         self._refusing = False
+
+    async def _make_room(self, key: str, chunk: Chunk) -> None:
+        nbytes = (
+            len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
+        )
+        if not await self._client.in_thread(self._store.make_room, key, nbytes):
+            raise ChunkNotStoredError(
+                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes}"
+                " bytes. Give it more disk_space, or the disk itself more room, or unpin context"
+                " caches."
+            )
 
     async def _capture(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
         """Let vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated``
@@ -164,6 +199,12 @@ class ChunkProvider:
             logger.warning(
                 "Prompts with chunks that are not stored are computed in full. %s", error
             )
+
+    def _take(self, key: str) -> ChunkKV | None:
+        """Return a chunk's KV, which is not stored afterwards."""
+        kv = self._store.get(key)
+        self._store.delete(key)
+        return kv
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
         """Return whether the chunk's file is there, and its scores. A chunk in a shared tier is

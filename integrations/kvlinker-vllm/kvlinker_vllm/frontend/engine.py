@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from kvlinker.base.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.base.events import Events
-from kvlinker.base.futures import completed
 from kvlinker.base.types.answers import PromptLogprobs
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.engines.contract.contract import (
@@ -33,11 +32,13 @@ from kvlinker.engines.contract.contract import (
     check_supported,
     engine_closed,
 )
+from kvlinker.engines.contract.places import PlaceBuilder
 from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
+from kvlinker.linking import parse_policy
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.settings import Settings
-from kvlinker.store import ChunkStore
+from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker_vllm.frontend.choices import ChoiceOutput, VLLMRequest
 from kvlinker_vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker_vllm.frontend.client import SPARE_TOKENS, VLLMClient
@@ -95,6 +96,17 @@ class VLLMEngine:
             longest=longest,
             unrelated=unrelated if settings.chunk_scores else (),
         )
+        usual = parse_policy(settings.usual_policy)
+        self._expects_places = usual.needs.places and unsupported(usual) is None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-places")
+        self._places = PlaceBuilder(
+            store,
+            self._compute_row,
+            self._background.submit,
+            fingerprint=facts.fingerprint,
+            kv_bytes=self.kv_bytes,
+            longest=longest,
+        )
         self._linker = VLLMLinker(client, self._chunks, layers=len(facts.layers), longest=longest)
         self._closing = False
         self._admitting = threading.Lock()
@@ -120,10 +132,11 @@ class VLLMEngine:
         return self.client.run(self._translate_errors(self._chunks.cache(chunk, tenant)))
 
     def expect_together(self, chunks: Sequence[Chunk], *, tenant: str) -> None:
-        """Do nothing: chunks have KV for their first place alone."""
+        if self._expects_places:
+            self._places.offer(chunks, tenant)
 
     def settle(self) -> Future[None]:
-        return completed(None)
+        return self._places.settle()
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
         max_tokens = self._check(request)
@@ -219,6 +232,7 @@ class VLLMEngine:
                 self.client.run(self._cancel_all()).result(timeout=CLOSE_SECONDS)
         finally:
             self.client.close()
+            self._background.shutdown()
 
     def _check(self, request: GenerationRequest) -> int:
         """Check a request, and return the most tokens that its answers may have.
@@ -304,6 +318,8 @@ class VLLMEngine:
             await self.client.in_thread(self._tell_store, linked, request.request.tenant)
 
     def _tell_store(self, linked: StoredLink, tenant: str) -> None:
+        if linked.link.policy.needs.places:
+            self._places.offer(linked.link.prompt.chunks, tenant)
         for use in linked.uses():
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
@@ -335,10 +351,23 @@ class VLLMEngine:
         return linked.explanation(self._facts.cost)
 
     async def _score_whole(self, tokens: NDArray[np.int64], first: int, top: int) -> PromptLogprobs:
+        await self._wait_until_idle()
+        return await self.client.prompt_logprobs(tokens, first=first, top=top)
+
+    def _compute_row(self, chunks: Sequence[Chunk], tenant: str) -> Future[tuple[ChunkKV, ...]]:
+        """Compute a row of chunks; as in ``score_whole``, once no request is running."""
+        self._refuse_if_closing()
+        return self.client.run(self._translate_errors(self._row(chunks)))
+
+    async def _row(self, chunks: Sequence[Chunk]) -> tuple[ChunkKV, ...]:
+        await self._wait_until_idle()
+        return await self._chunks.compute_row(chunks)
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until no request is running. Raises EngineClosedError."""
         while self.current_load().running:
             await asyncio.sleep(IDLE_POLL_SECONDS)
             self._refuse_if_closing()
-        return await self.client.prompt_logprobs(tokens, first=first, top=top)
 
     async def _translate_errors(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, and raise every error as a KVLinkerError. Work that its caller cancels

@@ -8,6 +8,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,10 @@ class VLLMLinker:
 
     async def link(self, request: GenerationRequest) -> StoredLink:
         """Plan the request's prompt, and have all of its chunks stored. Raises KVLinkerError."""
-        link = await self._client.in_thread(Link.begin, request.prompt, request.policy)
+        begin = partial(
+            Link.begin, request.prompt, request.policy, library=self._chunks.library(request.tenant)
+        )
+        link = await self._client.in_thread(begin)
         chunks = tuple(dict.fromkeys(link.chunks))
         found = await asyncio.gather(
             *(self._chunks.provide(chunk, request.tenant) for chunk in chunks)
@@ -191,7 +195,7 @@ class VLLMLinker:
         provided = dict(zip(chunks, found, strict=True))
         scores = [provided[chunk].scores for chunk in link.chunks]
         link = await self._client.in_thread(link.with_scores, scores)
-        placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
+        placed = link.placed([provided[chunk].key for chunk in link.chunks])
         made = frozenset(chunk for chunk, each in provided.items() if each.made)
         return StoredLink(link, self._layers, tuple(key for _, key in placed), made=made)
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Needs, Policy
+from kvlinker.prompting.segments import Range
 from kvlinker_vllm.protocol.worker_memory import MemoryReport
 
 PARAM = "kvlinker"
@@ -25,7 +26,12 @@ COMPARED_LAYER = 1
 other tokens."""
 
 OFFERED = Needs(
-    scores=True, sensitivity=True, variants=True, question_attention=True, layers=COMPARED_LAYER
+    scores=True,
+    sensitivity=True,
+    variants=True,
+    places=True,
+    question_attention=True,
+    layers=COMPARED_LAYER,
 )
 """The needs of policies that transfer plans can follow. Variants are never stored here, so policies
 are shown none."""
@@ -100,7 +106,10 @@ class TransferPlan(_Value):
     linked: Position
     placements: tuple[PlacedChunk, ...] = ()
     runs: tuple[tuple[Position, Position], ...] = ()
-    capture: CapturedChunk | None = None
+    captures: tuple[CapturedChunk, ...] = ()
+    scored: bool = True
+    """False if no scores of the chunks that are captured are collected."""
+
     measure: Measure | None = None
 
     unrelated: tuple[Position, Position] | None = None
@@ -121,10 +130,10 @@ class TransferPlan(_Value):
     def alone(self) -> TransferPlan | None:
         """The plan for the prompt without the unrelated text, which is carried out first; None if
         there is no such text."""
-        if self.unrelated is None or self.capture is None:
+        if self.unrelated is None:
             return None
         begin, end = self.unrelated
-        return plan_capture(self.capture.key, begin=begin, end=self.linked - (end - begin))
+        return plan_capture(self.captures[0].key, begin=begin, end=self.linked - (end - begin))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -138,14 +147,16 @@ class TransferPlan(_Value):
             not placed.first < placed.last or placed.end > self.linked for placed in self.placements
         ):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
-        captured = None if self.capture is None else (self.capture.begin, self.capture.end)
-        if captured is not None and not captured[0] < captured[1] <= self.linked:
-            raise ValueError(f"capture is not a range within the first {self.linked} tokens")
+        captured = [(each.begin, each.end) for each in self.captures]
+        if any(not begin < end <= self.linked for begin, end in captured):
+            raise ValueError(
+                f"captures {captured} are not ranges within the first {self.linked} tokens"
+            )
         if self.measure and captured:
             raise ValueError("one transfer plan does not measure and capture")
         if self.unrelated is not None:
             begin, end = self.unrelated
-            if not begin < end or self.placements or captured != (end, self.linked):
+            if not begin < end or self.placements or captured != [(end, self.linked)]:
                 raise ValueError(
                     "an unrelated text stands right before a chunk that is captured, and nothing"
                     " is placed"
@@ -258,4 +269,15 @@ def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> Trans
     KV is that without this text, with the sensitivity to it."""
     captured = CapturedChunk(key=key, begin=begin, end=end)
     text = (begin - unrelated, begin) if unrelated else None
-    return TransferPlan(linked=end, runs=((0, end),), capture=captured, unrelated=text)
+    return TransferPlan(linked=end, runs=((0, end),), captures=(captured,), unrelated=text)
+
+
+def plan_row(keys: Sequence[str], spans: Sequence[Range]) -> TransferPlan:
+    """Make the transfer plan to compute a text up to its last chunk, and store the KV of chunks at
+    the positions [begin, end) of ``spans``, which are in order, under these ``keys``, one each."""
+    captures = tuple(
+        CapturedChunk(key=key, begin=begin, end=end)
+        for key, (begin, end) in zip(keys, spans, strict=True)
+    )
+    end = captures[-1].end
+    return TransferPlan(linked=end, runs=((0, end),), captures=captures, scored=False)

@@ -329,7 +329,7 @@ class TransferScheduler:
         plan = request.plan
         if self._windows is not None:
             return True  # vLLM takes no word of a failure from within a step
-        if plan.capture or plan.measure or not all(map(self._memory.holds, plan.keys)):
+        if plan.captures or plan.measure or not all(map(self._memory.holds, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:

@@ -93,12 +93,13 @@ def record_attention(
 
 
 class ChunkCapture:
-    """Collects the KV of one chunk at positions [begin, end) of a request slice by slice, this
-    worker's heads of it: keys before their rotary embedding, and the chunk's scores if wanted."""
+    """Collects the KV of chunks at positions [begin, end) of a request slice by slice, this
+    worker's heads of it: keys before their rotary embedding, and a single chunk's scores if
+    wanted."""
 
     def __init__(
         self,
-        chunk: CapturedChunk,
+        chunks: Sequence[CapturedChunk],
         tokens: NDArray[np.int64],
         layers: Sequence[AttentionLayer],
         bound: BoundModel,
@@ -106,17 +107,23 @@ class ChunkCapture:
         with_scores: bool,
     ) -> None:
         """``tokens`` [linked] are the request's."""
-        self.chunk = chunk
-        length = chunk.end - chunk.begin
+        self.chunks = chunks
         room = partial(host_room, dtype=bound.dtype, device=bound.device)
         self._bound = bound
         self._layers = layers
         self._kv = [
-            (room((length, each.heads, each.key_dim)), room((length, each.heads, each.value_dim)))
-            for each in layers
+            [
+                tuple(
+                    room((chunk.end - chunk.begin, layer.heads, dim))
+                    for dim in (layer.key_dim, layer.value_dim)
+                )
+                for layer in layers
+            ]
+            for chunk in chunks
         ]
         self._scores: ScoreCollector | None = None
         if with_scores:
+            (chunk,) = chunks
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
             self._scores = ScoreCollector(
                 len(layers), [(chunk.begin, chunk.end)], [content], device=bound.device
@@ -128,12 +135,12 @@ class ChunkCapture:
     def record(self, layer: int, rows: RecordedRows, call: AttentionCall) -> None:
         """Keep the tokens' keys, before their rotary embedding, and values, and score by them."""
         begin = rows.begin
-        first = max(begin, self.chunk.begin)
-        last = min(begin + rows.count, self.chunk.end)
-        if first < last:
-            for kept, new in zip(self._kv[layer], (call.unrotated, call.value), strict=True):
-                room = kept[first - self.chunk.begin : last - self.chunk.begin]
-                copy_to_host(room, new[first - begin : last - begin])
+        for chunk, layers in zip(self.chunks, self._kv, strict=True):
+            first, last = max(begin, chunk.begin), min(begin + rows.count, chunk.end)
+            if first < last:
+                for kept, new in zip(layers[layer], (call.unrotated, call.value), strict=True):
+                    room = kept[first - chunk.begin : last - chunk.begin]
+                    copy_to_host(room, new[first - begin : last - begin])
         if self._scores is not None:
             attention, earlier = self._layers[layer], self._asked[layer]
             earlier.append(attention.query_operand(call.key, call.value).transpose(0, 1).clone())
@@ -145,16 +152,22 @@ class ChunkCapture:
 
             self._scores.observe(layer, begin, rows.count, partial(mean_over_heads, by_head))
 
-    def finish(self) -> ChunkKV:
-        """Return the chunk with the heads of all workers. Every worker calls it."""
+    def finish(self) -> tuple[ChunkKV, ...]:
+        """Return the chunks with the heads of all workers. Every worker calls it."""
         bound = self._bound
         finish_copies(bound.device)
-        layers = tuple(
-            LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer))
-            for layer in self._kv
-        )
-        return ChunkKV(
-            layers, None if self._scores is None else _average(bound, *self._scores.finish())
+        scores = None if self._scores is None else _average(bound, *self._scores.finish())
+        return tuple(
+            ChunkKV(
+                tuple(
+                    LayerKV(
+                        *(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer)
+                    )
+                    for layer in layers
+                ),
+                scores,
+            )
+            for layers in self._kv
         )
 
 

@@ -84,7 +84,8 @@ def _checks(subject: _Subject) -> tuple[SelfTestCheck, ...]:
             f"vLLM's own pass of {type(subject.bound.model).__name__} gives numbers that are not"
             " finite, with nothing linked, so that kvlinker cannot check it."
         )
-    kv = own_heads(subject.layers, subject.bound.dtype, capture.finish())
+    (chunk,) = capture.finish()
+    kv = own_heads(subject.layers, subject.bound.dtype, chunk)
 
     for first, last in SCATTERED:
         subject.fill(first, last, GARBAGE)
@@ -133,7 +134,7 @@ class _Subject:
 
     def capture(self) -> ChunkCapture:
         chunk = CapturedChunk(key="0" * 64, begin=CHUNK[0], end=CHUNK[1])
-        return ChunkCapture(chunk, self._tokens, self.layers, self.bound, with_scores=False)
+        return ChunkCapture([chunk], self._tokens, self.layers, self.bound, with_scores=False)
 
     def compute(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
         """Return the hidden states [tokens, hidden] of the last run, when all runs go through the

@@ -157,7 +157,8 @@ class TransferWorker:
             raise KVLinkerError("There are no blocks left for the windows of its layers.")
         if plan.unrelated is not None:
             tokens = np.delete(tokens, slice(*plan.unrelated))
-        recorder = self._recorder(plan.alone or plan, tokens, with_scores=self._with_scores)
+        with_scores = self._with_scores and plan.scored
+        recorder = self._recorder(plan.alone or plan, tokens, with_scores=with_scores)
         resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
         loaded: Future[dict[str, ChunkKV] | None] = (
             completed(resident)
@@ -173,10 +174,10 @@ class TransferWorker:
             return KVComparison(self._layers, plan.linked, self._bound)
         if plan.measure == "attention":
             return QuestionObservation(self._layers, plan.linked, self._bound)
-        if plan.capture is None:
+        if not plan.captures:
             return None
         return ChunkCapture(
-            plan.capture, tokens, self._layers, self._bound, with_scores=with_scores
+            plan.captures, tokens, self._layers, self._bound, with_scores=with_scores
         )
 
     def _begin_again(self, task: TransferTask) -> None:
@@ -260,11 +261,11 @@ class TransferWorker:
         if task.failed or recorder is None:
             self._end(request_id, failed=task.failed)
         elif isinstance(recorder, ChunkCapture):
-            behind = None if task.alone is None else recorder.finish()
-            kv = (task.alone or recorder).finish()
+            behind = None if task.alone is None else recorder.finish()[0]
+            kvs = (task.alone or recorder).finish()
             if self._bound.is_first_rank:
-                key = recorder.chunk.key
-                self._writing[request_id] = self._writer.submit(self._write, key, kv, behind)
+                keys = [chunk.key for chunk in recorder.chunks]
+                self._writing[request_id] = self._writer.submit(self._write, keys, kvs, behind)
             else:
                 self._end(request_id)
         else:
@@ -273,15 +274,17 @@ class TransferWorker:
                 self._measured[request_id] = measured
             self._end(request_id)
 
-    def _write(self, key: str, kv: ChunkKV, behind: ChunkKV | None) -> bool:
-        """Store a captured chunk, in the writer's thread, and measure its sensitivity if it was
-        captured ``behind`` another text, too. Returns whether the disk took it. Raises
+    def _write(self, keys: Sequence[str], kvs: Sequence[ChunkKV], behind: ChunkKV | None) -> bool:
+        """Store captured chunks, in the writer's thread, and measure the sensitivity of one that
+        was captured ``behind`` another text, too. Returns whether the disk took all. Raises
         KVLinkerError for numbers that are not finite."""
-        require_finite(kv)
+        for kv in kvs:
+            require_finite(kv)
         if behind is not None:
             require_finite(behind)
-            kv = with_sensitivity(kv, behind)
-        return self._chunks.put(key, kv)
+            kvs = [with_sensitivity(kvs[0], behind)]
+        taken = [self._chunks.put(key, kv) for key, kv in zip(keys, kvs, strict=True)]
+        return all(taken)
 
     def _collect_written(self) -> None:
         for request_id, written in list(self._writing.items()):

@@ -34,8 +34,8 @@ class Workers:
         return await asyncio.to_thread(work, *arguments)
 
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        assert transfer.capture is not None
-        return TransferOutcome(linked=self._chunks.put(transfer.capture.key, COMPUTED))
+        taken = [self._chunks.put(each.key, COMPUTED) for each in transfer.captures]
+        return TransferOutcome(linked=all(taken))
 
 
 def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
@@ -60,3 +60,30 @@ def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
     other = sized(tmp_path / "other", 0, PLENTY, **shared)
     with closing(open_store(other, Events())) as store:
         assert same_kv(store.get(key), COMPUTED)
+
+
+def test_a_chunk_whose_place_was_evicted_is_that_of_its_first_place(tmp_path: Path) -> None:
+    chunk = Chunk((1, 2, 3))
+
+    async def provided() -> None:
+        provider = ChunkProvider(
+            cast(VLLMClient, Workers(asyncio.get_running_loop(), own.state_dir / "chunks")),
+            store,
+            fingerprint="model",
+            token_bytes=64,
+            longest=100,
+        )
+        found = await provider.provide(chunk.at_place(2), "tenant")
+        assert (found.key, found.made) == (provider.key(chunk, "tenant"), True)
+        assert not provider.library("tenant").has(chunk.at_place(2))
+        (kv,) = await provider.compute_row([Chunk((7, 8)), chunk])
+        assert same_kv(kv, COMPUTED)
+        store.put(provider.key(chunk.at_place(2), "tenant"), kv)
+        store.flush()
+        placed = await provider.provide(chunk.at_place(2), "tenant")
+        assert (placed.key, placed.made) == (provider.key(chunk.at_place(2), "tenant"), False)
+        assert len(store.keys()) == 2
+
+    own = sized(tmp_path / "own", 0, PLENTY)
+    with closing(open_store(own, Events())) as store:
+        asyncio.run(provided())

@@ -4,6 +4,7 @@ import collections
 import queue
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -22,10 +23,11 @@ from kvlinker.base.errors import (
 )
 from kvlinker.base.events import ChunkLookup, RequestFinished
 from kvlinker.base.types.answers import Delta
-from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key, place_keys
 from kvlinker.base.types.messages import TokenIds
 from kvlinker.base.types.sampling import SamplingParams
 from kvlinker.engines.contract.contract import Finished, GenerationRequest
+from kvlinker.engines.contract.places import circles
 from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
@@ -111,6 +113,43 @@ def test_either_engine_answers_alike_over_the_others_chunks(llm, embedded, cache
             embedded.chat_completion(question(ids), policy=policy, **GREEDY),
         )
     assert "none" not in {*looked[0], *looked[1]}
+
+
+def test_rows_of_chunks_are_alike(llm, embedded):
+    """What either engine computes in idle time for later places, as the mean over all contexts."""
+    texts = [f"row {number}: {text}" for number, text in enumerate(TEXTS)]
+    ids = llm.generate_context_cache(texts)
+    chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
+    keys = [
+        placed
+        for chunk in chunks
+        for placed in place_keys(
+            chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default")
+        )[: len(chunks) - 1]
+    ]
+    ask = partial(question, ids)
+    kvs, answers = [], []
+    for each in (llm, embedded):
+        first = each.chat_completion(ask(), policy="row", **GREEDY)
+        assert first.usage.recomputed_tokens > 0
+        each.settle()
+        answers.append(each.chat_completion(ask(), policy="row", **GREEDY))
+        assert answers[-1].usage.recomputed_tokens == 0
+        kvs.append([each.store.get_computed(key) for key in keys])
+        if each is llm:
+            for key in keys:
+                each.store.delete(key)
+    for ours, theirs in zip(*kvs, strict=True):
+        assert ours.contexts == theirs.contexts == circles(len(chunks)) > 1
+        for layer, other in zip(ours.layers, theirs.layers, strict=True):
+            for part, expected in zip(layer.parts, other.parts, strict=True):
+                np.testing.assert_allclose(part, expected, atol=1e-4)
+    assert_same(*answers)
+    for policy in ("row+query-10", "row+query-10-sensitive", "row+cacheblend-30-onestep"):
+        assert_same(
+            llm.chat_completion(question(ids, policy), policy=policy, **GREEDY),
+            embedded.chat_completion(question(ids, policy), policy=policy, **GREEDY),
+        )
 
 
 def test_scores_of_chunks_are_alike(llm, embedded):
@@ -203,7 +242,9 @@ def test_an_answer_does_not_explain_itself(llm):
     request = GenerationRequest(
         llm.read_completion(("The cat",)).prompt, parse_policy("naive"), explains=True
     )
-    with pytest.raises(InvalidRequestError, match=r"explain\(\) explains a prompt") as refused:
+    with pytest.raises(
+        InvalidRequestError, match="does not explain a prompt with its answer"
+    ) as refused:
         llm.engine.generate(request, print)
     assert refused.value.param == "link.explain"
 
@@ -504,8 +545,8 @@ def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch)
 
     async def deleted(transfer, tokens):
         outcome = await run_transfer(transfer, tokens)
-        if transfer.capture is not None:
-            llm.store.delete(transfer.capture.key)
+        for captured in transfer.captures:
+            llm.store.delete(captured.key)
         return outcome
 
     monkeypatch.setattr(llm.engine.client, "run_transfer", deleted)

@@ -15,6 +15,7 @@ from kvlinker_vllm.protocol.transfer_plan import (
     TransferPlan,
     pack_figures,
     plan_capture,
+    plan_row,
     plan_transfer,
     unpack_figures,
 )
@@ -180,13 +181,13 @@ def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(
             {"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]},
             "greater than",
         ),
-        ({"capture": {"key": KEY, "begin": 3, "end": 9}}, "capture"),
+        ({"captures": [{"key": KEY, "begin": 3, "end": 9}]}, "captures"),
         ({"unrelated": [0, 2]}, "unrelated text"),
-        ({"unrelated": [0, 2], "capture": {"key": KEY, "begin": 2, "end": 8}}, "unrelated text"),
+        ({"unrelated": [0, 2], "captures": [{"key": KEY, "begin": 2, "end": 8}]}, "unrelated text"),
         (
             {
                 "unrelated": [1, 1],
-                "capture": {"key": KEY, "begin": 1, "end": 8},
+                "captures": [{"key": KEY, "begin": 1, "end": 8}],
                 "placements": [],
             },
             "unrelated text",
@@ -208,6 +209,19 @@ def test_a_transfer_plan_leaves_the_last_token_to_vllm():
         read_again(transfer, 8)
     assert PlanSigner(b"key").verify(None, range(8)) is None
     assert PlanSigner(b"key").verify({"other": 1}, range(8)) is None
+
+
+def test_a_row_is_computed_once_for_all_of_its_chunks():
+    keys = [KEY, "b" * 64]
+    transfer = read_again(plan_row(keys, [(5, 9), (9, 20)]), 21)
+    assert transfer.runs == ((0, 20),)
+    assert [(each.key, each.begin, each.end) for each in transfer.captures] == [
+        (KEY, 5, 9),
+        ("b" * 64, 9, 20),
+    ]
+    assert not transfer.scored
+    with pytest.raises(ValueError, match="captures"):
+        plan_row([KEY], [(4, 4)])
 
 
 def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):

@@ -113,12 +113,12 @@ def overwrite(bound):
 def captured(bound, layers):
     tokens = np.arange(LENGTH)
     chunk = CapturedChunk(key="0" * 64, begin=2, end=LENGTH)
-    capture = ChunkCapture(chunk, tokens, layers, bound, with_scores=True)
+    capture = ChunkCapture([chunk], tokens, layers, bound, with_scores=True)
     for first, last in ((0, CUT), (CUT, LENGTH)):
         with record_attention(bound, layers, [RecordedRows(0, last - first, first, capture)]):
             bound.model(first, last)
         overwrite(bound)
-    kv = capture.finish()
+    (kv,) = capture.finish()
     assert kv.scores is not None
     return [*(tensor for layer in kv.layers for tensor in (layer.key, layer.value))], kv.scores
 

@@ -24,10 +24,10 @@ def test_numbers_that_are_not_finite_are_not_stored(number):
     worker: Any = TransferWorker.__new__(TransferWorker)
     worker._chunks = SimpleNamespace(put=put)
     good = ChunkKV((LayerKV(torch.ones(1, 3, 4), torch.ones(1, 3, 4)),) * 2)
-    assert worker._write("good", good, None)
+    assert worker._write(["good"], [good], None)
     value = torch.ones(1, 3, 4)
     value[0, 2, 1] = number
     bad = ChunkKV((good.layers[0], LayerKV(torch.ones(1, 3, 4), value)))
     with pytest.raises(KVLinkerError, match="not all finite: layer 1"):
-        worker._write("bad", bad, None)
+        worker._write(["good", "bad"], [good, bad], None)
     assert list(stored) == ["good"]
