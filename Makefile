@@ -124,11 +124,13 @@ serve-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/kvlinker serve --engine vllm --port $(PORT)
 
 # One after the other: each engine that these tests start takes gigabytes, and all processors. The
-# second time with vLLM's second model runner, whose kernels Triton interprets.
+# second time with vLLM's second model runner, and the third with kvlinker's kernels, both of which
+# Triton interprets.
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest integrations/kvlinker-vllm/tests/vllm_tests lab/tests/vllm --hypothesis-profile all --shard $(SHARD)
 	OMP_NUM_THREADS=1 PYTHONPATH=integrations/kvlinker-vllm/tests $(VLLM_VENV)/bin/python -m pytest -p vllm_tests.runner_v2 -m runner_v2 \
 		integrations/kvlinker-vllm/tests/vllm_tests -k "not qwen3" --shard $(SHARD)
+	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -m interpreted integrations/kvlinker-vllm/tests/vllm_tests/worker --shard $(SHARD)
 
 # The README's client, an engine that is killed, and exactness of two families.
 test-vllm-smoke: $(VLLM_INSTALLED)

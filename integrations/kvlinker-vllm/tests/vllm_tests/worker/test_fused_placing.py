@@ -24,6 +24,8 @@ from kvlinker_vllm.worker import fused_placing
 from kvlinker_vllm.worker.fused_placing import FusedPlacing
 from kvlinker_vllm.worker.layers import ChunkPart, layer_launches
 
+pytestmark = pytest.mark.interpreted
+
 HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 16, 6, 16
 FORMS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -116,7 +118,7 @@ def worker(layout, dtype=torch.float32, form=None, groups=1, **changes):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, interpreted):
     """The CPU passes for a GPU; (layers, parts) of each launch are noted."""
     found = []
     launch = launching.place_kv

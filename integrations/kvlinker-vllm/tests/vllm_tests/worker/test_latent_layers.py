@@ -110,10 +110,11 @@ def test_a_turned_key_is_the_models_own(part):
     torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_one_kernel_places_latents_as_layer_by_layer(part, on_gpu, monkeypatch):
+def test_one_kernel_places_latents_as_layer_by_layer(part, on_gpu, monkeypatch, request):
     if on_gpu:
-        pytest.importorskip("triton")
+        request.getfixturevalue("interpreted")
     elif native_placing() is None:
         pytest.skip("no native code for this CPU")
     monkeypatch.setattr(fused_placing, "has_kernels", lambda _: on_gpu)
