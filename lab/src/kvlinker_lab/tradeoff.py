@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvlinker.base.errors import InvalidRequestError
-from kvlinker.cli.console import BAD_USAGE, failures
+from kvlinker.cli.console import BAD_USAGE, failures, output_console
 from kvlinker.quality.bench.harness.report import empty_figure, require_plot, save_figure
 
 MEASURE = "answer_kl"
@@ -83,7 +82,7 @@ def tradeoff(
             f"{point.speedup:.1f}",
             "" if point.is_beaten(points) else "*",
         )
-    Console().print(table)
+    output_console().print(table)
 
 
 def join_results(results: Sequence[Mapping[str, Any]]) -> list[Point]:
@@ -149,9 +148,10 @@ def plot_points(points: Sequence[Point], path: Path) -> None:
             axes.annotate(
                 point.policy,
                 (point.milliseconds, point.kl),
-                xytext=(6, 5),
+                xytext=(5, 5),
                 textcoords="offset points",
                 fontsize=8,
+                rotation=30,
             )
         best = [point for point in own if not point.is_beaten(own)]
         axes.plot(

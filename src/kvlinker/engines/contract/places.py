@@ -86,10 +86,9 @@ def orders(count: int, circle: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return the orders in which ``count`` chunks are computed, as their indices: the circle of
     this number, begun with each of them, so that in as many orders each chunk stands at each place
     once."""
-    around = [*range(count)]
-    if circle & 2:
-        around = around[::2] + around[1::2]
-    if circle & 1:
+    step = circle // 2 + 1
+    around = [index for begin in range(step) for index in range(begin, count, step)]
+    if circle % 2:
         around.reverse()
     return tuple((*around[begin:], *around[:begin]) for begin in range(count))
 
@@ -135,9 +134,9 @@ class PlaceBuilder:
         kv_bytes: Callable[[int], int],
         longest: int,
     ) -> None:
-        """``kv_bytes`` counts the bytes of so many tokens' KV; ``longest`` is the most tokens that
-        a row may have. All but ``offer`` and ``settle`` runs in ``background``, which must be a
-        single thread."""
+        """``kv_bytes`` counts the bytes of the KV of a number of tokens; ``longest`` is the most
+        tokens that a row may have. All but ``offer`` and ``settle`` runs in ``background``, which
+        must be a single thread."""
         self._store = store
         self._compute_row = compute
         self._background = background

@@ -104,7 +104,7 @@ def rest(made):
 
 @pytest.mark.parametrize("count", range(2, ROW + 1))
 def test_each_chunk_stands_at_each_place_once_in_a_circle(count):
-    for circle in range(circles(count)):
+    for circle in range(count - 1):
         found = np.array(orders(count, circle))
         assert found.shape == (count, count)
         for place in found.T:
@@ -113,9 +113,9 @@ def test_each_chunk_stands_at_each_place_once_in_a_circle(count):
 
 @pytest.mark.parametrize("count", range(3, ROW + 1))
 def test_chunks_have_other_neighbours_in_other_circles(count):
-    pairs = [(order[0], order[1]) for at in range(circles(count)) for order in orders(count, at)]
+    pairs = [(order[0], order[1]) for at in range(count - 1) for order in orders(count, at)]
     assert len(set(pairs)) >= 0.8 * len(pairs)
-    assert len({order for at in range(circles(count)) for order in orders(count, at)}) == len(pairs)
+    assert len({order for at in range(count - 1) for order in orders(count, at)}) == len(pairs)
 
 
 @pytest.mark.parametrize("family", KINDS)
