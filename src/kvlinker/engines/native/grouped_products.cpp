@@ -118,24 +118,86 @@ inline Words codes_at(const uint8_t* at, int64_t first) {
     return low | ((high + Words{}) >> high_shifts & ((1 << HIGH) - 1)) << 4;
 }
 
+// The codes of one input of LANES outputs, whose words begin at `at`.
+template <int BITS>
+inline Words codes_of(const uint8_t* at, int64_t input) {
+    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
+    constexpr int IN_WORD = BITS == 8 ? 4 : 8, WORDS = INPUTS / IN_WORD + (HIGH ? 1 : 0);
+    const uint8_t* step = at + input / INPUTS * WORDS * STEP;
+    const int byte = static_cast<int>(input % 4) * 8, group = static_cast<int>(input % INPUTS) / 4;
+    const Words word = load<Words>(step + input % INPUTS / IN_WORD * STEP);
+    if constexpr (BITS == 8) return word >> byte & 255;
+    const Words low = word >> (byte + group % 2 * 4) & 15;
+    if (!HIGH) return low;
+    const Words high = load<Words>(step + (WORDS - 1) * STEP) >> (byte + HIGH * group) & ((1 << HIGH) - 1);
+    return low | high << 4;
+}
+
 template <int BITS, bool MINIMA>
-void copy_rows(const WeightRows& rows) {
-    constexpr int64_t HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t), MIDDLE = MINIMA ? 0 : 1 << (BITS - 1);
+struct GroupedRows {
+    static constexpr int64_t HEADER = (MINIMA ? 2 : 1) * BLOCK * sizeof(uint16_t), MIDDLE = MINIMA ? 0 : 1 << (BITS - 1);
+
+    const WeightRows& rows;
     const int64_t stride = HEADER + rows.group * BLOCK * BITS / 8, groups = rows.width / rows.group;
-#pragma omp parallel for num_threads(static_cast<int>(rows.threads)) if (rows.threads > 1 && rows.rows > BLOCK)
-    for (int64_t row = 0; row < rows.rows; ++row) {
+
+    const uint8_t* block_of(int64_t row) const { return rows.weights + rows.chosen[row] / BLOCK * groups * stride; }
+
+    bool is_block(int64_t row) const {
+        if (rows.chosen[row] % BLOCK || rows.rows - row < BLOCK) return false;
+        for (int64_t next = 1; next < BLOCK; ++next)
+            if (rows.chosen[row + next] != rows.chosen[row] + next) return false;
+        return true;
+    }
+
+    static Floats number(Words codes, Floats scale, Floats least) {
+        return scale * __builtin_convertvector(codes - static_cast<int32_t>(MIDDLE), Floats) + least;
+    }
+
+    void copy_row(int64_t row) const {
         const int64_t lane = rows.chosen[row] % BLOCK;
-        const uint8_t* header = rows.weights + rows.chosen[row] / BLOCK * groups * stride;
+        const uint8_t* header = block_of(row);
         bf16* to = rows.output + row * rows.width;
         for (int64_t group = 0; group < groups; ++group, header += stride) {
-            const float scale = f16_at(header, lane), least = MINIMA ? f16_at(header, BLOCK + lane) : 0.0f;
+            const Floats scale = Floats{} + f16_at(header, lane);
+            const Floats least = Floats{} + (MINIMA ? f16_at(header, BLOCK + lane) : 0.0f);
             const uint8_t* words = header + HEADER + lane * sizeof(int32_t);
-            for (int64_t first = 0; first < rows.group; first += LANES, to += LANES) {
-                const Words codes = codes_at<BITS>(words, first) - static_cast<int32_t>(MIDDLE);
-                store_bf16(to, scale * __builtin_convertvector(codes, Floats) + least);
-            }
+            for (int64_t first = 0; first < rows.group; first += LANES, to += LANES)
+                store_bf16(to, number(codes_at<BITS>(words, first), scale, least));
         }
     }
+
+    // All rows of a block, in squares of outputs and inputs: each word is read once for all of its inputs.
+    void copy_block(int64_t row) const {
+        const uint8_t* header = block_of(row);
+        bf16* to = rows.output + row * rows.width;
+        for (int64_t group = 0; group < groups; ++group, header += stride, to += rows.group)
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                const Floats scale = load_f16(header + vector * VECTOR / 2);
+                const Floats least = MINIMA ? load_f16(header + (VECTORS + vector) * VECTOR / 2) : Floats{};
+                const uint8_t* words = header + HEADER + vector * VECTOR;
+                for (int64_t first = 0; first < rows.group; first += LANES) {
+                    Words square[LANES];
+                    for (int input = 0; input < LANES; ++input)
+                        square[input] = (Words)number(codes_of<BITS>(words, first + input), scale, least);
+                    transpose(square);
+                    for (int output = 0; output < LANES; ++output)
+                        store_bf16(to + (vector * LANES + output) * rows.width + first, (Floats)square[output]);
+                }
+            }
+    }
+};
+
+template <int BITS, bool MINIMA>
+void copy_rows(const WeightRows& rows) {
+    const GroupedRows<BITS, MINIMA> copy{rows};
+    const int64_t before = rows.rows ? rows.chosen[0] % BLOCK : 0;  // neighbouring rows may begin within a block
+#pragma omp parallel for num_threads(static_cast<int>(rows.threads)) if (rows.threads > 1 && rows.rows > BLOCK)
+    for (int64_t begin = -before; begin < rows.rows; begin += BLOCK)
+        if (begin >= 0 && copy.is_block(begin))
+            copy.copy_block(begin);
+        else
+            for (int64_t row = std::max<int64_t>(begin, 0); row < std::min<int64_t>(begin + BLOCK, rows.rows); ++row)
+                copy.copy_row(row);
 }
 
 }  // namespace

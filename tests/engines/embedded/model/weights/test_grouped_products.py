@@ -138,10 +138,18 @@ def test_groups_of_sixteen_codes_of_four_bits() -> None:
     outputs=st.integers(1, 150),
     groups=st.integers(1, 20),
     chosen=st.lists(st.integers(0, 149), max_size=200),
+    neighbours=st.lists(st.tuples(st.integers(0, 149), st.integers(0, 60)), max_size=3),
 )
 def test_rows_are_what_codes_mean(
-    form: GroupedForm, outputs: int, groups: int, chosen: list[int]
+    form: GroupedForm,
+    outputs: int,
+    groups: int,
+    chosen: list[int],
+    neighbours: list[tuple[int, int]],
 ) -> None:
+    """Neighbouring rows are copied block by block where they fill one."""
+    for first, count in neighbours:
+        chosen = [*range(first, first + count), *chosen]
     matrix = matrix_of(form, outputs, groups)
     meant = values_of(matrix.blocks, form, outputs).bfloat16()
     assert torch.equal(matrix.dense(), meant)
