@@ -452,11 +452,12 @@ def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
 def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
     made = bench(max_running=4)
     prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 49]))), FreshSegment((5, 6, 7))))
-    with made.held():
+    with made.held() as held:
         chunks = [
             made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default")
             for i in range(50)
         ]
+        held.wait()  # else the engine could begin with the chunk that the request needs
         outcome, done = submit_noting(made, chunks, prompt)
         wait_until(
             lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[ResultKind.CHUNK])
