@@ -130,8 +130,10 @@ class ChunkProvider:
         keys = [secrets.token_hex(KEY_BYTES) for _ in spans[1:]]
         for key, chunk in zip(keys, chunks[1:], strict=True):
             await self._make_room(key, chunk)
-        outcome = await self._client.run_transfer(plan_row(keys, spans[1:]), tokens)
-        kvs = [await self._client.in_thread(self._take, key) for key in keys]
+        try:
+            outcome = await self._client.run_transfer(plan_row(keys, spans[1:]), tokens)
+        finally:
+            kvs = [await self._client.in_thread(self._take, key) for key in keys]
         if not outcome.linked or None in kvs:
             raise ChunkNotStoredError(
                 f"A row of {len(chunks)} chunks could not be computed and stored: see the log of"

@@ -12,7 +12,7 @@ from tests.store.store_chunks import chunk_kv, same_kv, sized
 
 from kvlinker.base.events import Events
 from kvlinker.base.types.chunks import Chunk
-from kvlinker.store import open_store
+from kvlinker.store import ChunkStore, open_store
 from kvlinker.store.format.sealing import NOT_SEALED
 from kvlinker_vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker_vllm.frontend.client import VLLMClient
@@ -38,18 +38,20 @@ class Workers:
         return TransferOutcome(linked=all(taken))
 
 
+def provider_of(store: ChunkStore, state_dir: Path) -> ChunkProvider:
+    """Make one in a running loop."""
+    workers = Workers(asyncio.get_running_loop(), state_dir / "chunks")
+    return ChunkProvider(
+        cast(VLLMClient, workers), store, fingerprint="model", token_bytes=64, longest=100
+    )
+
+
 def test_other_servers_find_new_chunks_in_shared_tiers(tmp_path: Path) -> None:
     shared: dict[str, Any] = {"object_url": f"file://{tmp_path}/shared"}
     chunk = Chunk((1, 2, 3))
 
     async def computed() -> str:
-        provider = ChunkProvider(
-            cast(VLLMClient, Workers(asyncio.get_running_loop(), own.state_dir / "chunks")),
-            store,
-            fingerprint="model",
-            token_bytes=64,
-            longest=100,
-        )
+        provider = provider_of(store, own.state_dir)
         await provider.cache(chunk, "tenant")
         return provider.key(chunk, "tenant")
 
@@ -66,13 +68,7 @@ def test_a_chunk_whose_place_was_evicted_is_that_of_its_first_place(tmp_path: Pa
     chunk = Chunk((1, 2, 3))
 
     async def provided() -> None:
-        provider = ChunkProvider(
-            cast(VLLMClient, Workers(asyncio.get_running_loop(), own.state_dir / "chunks")),
-            store,
-            fingerprint="model",
-            token_bytes=64,
-            longest=100,
-        )
+        provider = provider_of(store, own.state_dir)
         found = await provider.provide(chunk.at_place(2), "tenant")
         assert (found.key, found.made) == (provider.key(chunk, "tenant"), True)
         assert not provider.library("tenant").has(chunk.at_place(2))

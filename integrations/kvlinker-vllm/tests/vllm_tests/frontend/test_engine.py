@@ -132,6 +132,7 @@ def test_rows_of_chunks_are_alike(llm, embedded):
     for each in (llm, embedded):
         first = each.chat_completion(ask(), policy="row", **GREEDY)
         assert first.usage.recomputed_tokens > 0
+        wait_until(partial(each.store.tier_of, keys[0]))  # uses are noted in a thread
         each.settle()
         answers.append(each.chat_completion(ask(), policy="row", **GREEDY))
         assert answers[-1].usage.recomputed_tokens == 0
