@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import logging
 from collections import deque
@@ -46,7 +45,6 @@ from kvlinker.engines.embedded.kv_cache.pool import KVPool
 from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.engines.embedded.loop import EngineLoop, StepTime
 from kvlinker.engines.embedded.model.loaded import LoadedModel
-from kvlinker.engines.embedded.model.memory import return_freed
 from kvlinker.engines.embedded.requests.capture import CaptureRequest, Reading
 from kvlinker.engines.embedded.requests.generation import Generation, PromptRequest
 from kvlinker.engines.embedded.requests.request import Request, ResultKind
@@ -256,8 +254,6 @@ class EmbeddedEngine:
             guides=self._grammars,
             idle=store.throttle.idle if on_host else None,
         )
-        gc.collect()  # recordings of passes of the model hold tensors in cycles
-        return_freed()
         self._loop.start()
         atexit.register(
             self.close

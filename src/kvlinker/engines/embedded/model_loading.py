@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -186,6 +187,7 @@ def prepare_model(
         report=part_of(report, CHECKED, 1.0),
     )
     drop_unread(model)
+    gc.collect()  # recordings of passes of the model hold tensors in cycles
     return_freed()
     return LoadedModel(
         model=model,

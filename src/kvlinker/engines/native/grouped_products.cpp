@@ -92,12 +92,20 @@ inline int32_t word_at(const uint8_t* at) {
     return word;
 }
 
+// Where the codes of BITS bits of a step's INPUTS inputs are: IN_WORD of them in each of an output's WORDS words, of which
+// the last one has the upper bits, HIGH of each.
+template <int BITS>
+struct CodeWords {
+    static constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
+    static constexpr int IN_WORD = BITS == 8 ? 4 : 8, WORDS = INPUTS / IN_WORD + (HIGH ? 1 : 0);
+};
+
 // The codes of inputs [first, first + LANES) of BITS bits each, whose output's words begin at `at`; `first` is a multiple
 // of LANES.
 template <int BITS>
 inline Words codes_at(const uint8_t* at, int64_t first) {
-    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
-    constexpr int IN_WORD = BITS == 8 ? 4 : 8, WORDS = INPUTS / IN_WORD + (HIGH ? 1 : 0);
+    constexpr int HIGH = CodeWords<BITS>::HIGH, INPUTS = CodeWords<BITS>::INPUTS;
+    constexpr int IN_WORD = CodeWords<BITS>::IN_WORD, WORDS = CodeWords<BITS>::WORDS;
     Words words, shifts, high_shifts;
 #pragma GCC unroll 4
     for (int lane = 0; lane < LANES; lane += IN_WORD < LANES ? IN_WORD : LANES) {
@@ -121,8 +129,8 @@ inline Words codes_at(const uint8_t* at, int64_t first) {
 // The codes of one input of LANES outputs, whose words begin at `at`.
 template <int BITS>
 inline Words codes_of(const uint8_t* at, int64_t input) {
-    constexpr int HIGH = BITS == 8 ? 0 : BITS - 4, INPUTS = BITS == 8 ? 4 : HIGH ? 32 / HIGH : 8;
-    constexpr int IN_WORD = BITS == 8 ? 4 : 8, WORDS = INPUTS / IN_WORD + (HIGH ? 1 : 0);
+    constexpr int HIGH = CodeWords<BITS>::HIGH, INPUTS = CodeWords<BITS>::INPUTS;
+    constexpr int IN_WORD = CodeWords<BITS>::IN_WORD, WORDS = CodeWords<BITS>::WORDS;
     const uint8_t* step = at + input / INPUTS * WORDS * STEP;
     const int byte = static_cast<int>(input % 4) * 8, group = static_cast<int>(input % INPUTS) / 4;
     const Words word = load<Words>(step + input % INPUTS / IN_WORD * STEP);
