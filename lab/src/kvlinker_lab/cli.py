@@ -12,6 +12,7 @@ from kvlinker_lab.certification.command import certify
 from kvlinker_lab.figures.command import figure
 from kvlinker_lab.gpu.command import gpu
 from kvlinker_lab.models.command import models
+from kvlinker_lab.random_model import random_model
 from kvlinker_lab.tradeoff import tradeoff
 
 
@@ -43,4 +44,5 @@ app.command()(certify)
 app.command()(figure)
 app.command()(gpu)
 app.command()(models)
+app.command()(random_model)
 app.command()(tradeoff)
