@@ -14,6 +14,7 @@ from kvlinker.engines.contract.known_models import remembered_fingerprint
 from kvlinker.engines.embedded import model_loading, verdicts
 from kvlinker.engines.embedded.execution import compiling
 from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.model.weights.native_quantized import NativeInt8Matrix
 from kvlinker.engines.embedded.model_loading import load_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import Settings, load_settings
@@ -101,14 +102,31 @@ def test_damaged_verdicts_and_other_settings_check_anew(
     assert checks == ["require_exact"]
 
 
-def test_weights_in_8_bits_always_see_inputs(settings: Settings, checks: list[str]) -> None:
-    """They decide which inputs are rounded, and are no part of a verdict."""
+def test_inputs_that_weights_in_8_bits_have_seen_are_remembered(
+    settings: Settings, checks: list[str]
+) -> None:
+    """By them it is decided which inputs are rounded."""
     in_bytes = settings.model_copy(update={"weights": "int8"})
     first = load_model(in_bytes)
     checks.clear()
     second = load_model(in_bytes)
-    assert "require_exact" in checks
+    assert checks == []
+    assert {each.form for each in int8_matrices(first)} == {"int8_int8"}
+    assert errors(first) == errors(second)
     assert torch.equal(logits(first), logits(second))
+    for file in (settings.state_dir / verdicts.FOLDER).glob("*.safetensors"):
+        file.unlink()
+    third = load_model(in_bytes)
+    assert checks == ["require_exact"]
+    assert errors(third) == errors(first)
+
+
+def int8_matrices(loaded: LoadedModel) -> list[NativeInt8Matrix]:
+    return [each for each in loaded.model.modules() if isinstance(each, NativeInt8Matrix)]
+
+
+def errors(loaded: LoadedModel) -> list[float]:
+    return [each.rounding_error for each in int8_matrices(loaded)]
 
 
 def test_a_model_that_fails_is_checked_each_time(

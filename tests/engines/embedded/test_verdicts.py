@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvlinker.engines.embedded import verdicts
 from kvlinker.engines.embedded.verdicts import FOLDER, Verdicts, code_beside
@@ -48,6 +49,29 @@ def test_a_damaged_file_is_no_verdict(tmp_path: Path) -> None:
         assert not of_model(tmp_path).passed("self-test")
     of_model(tmp_path).remember("self-test")
     assert file.read_bytes() == whole
+
+
+def test_what_a_check_found_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "b": torch.zeros(0)}
+    assert of_model(tmp_path).tensors("inputs") is None
+    of_model(tmp_path).remember_tensors("inputs", found)
+    again = of_model(tmp_path).tensors("inputs")
+    assert again is not None
+    assert again.keys() == found.keys()
+    assert all(torch.equal(again[name], found[name]) for name in found)
+    assert of_model(tmp_path, "another hash").tensors("inputs") is None
+
+    (file,) = (tmp_path / FOLDER).glob("*.safetensors")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-1], whole.replace(whole[-8:], b"abcdefgh")):
+        file.write_bytes(damaged)
+        assert of_model(tmp_path).tensors("inputs") is None
+    of_model(tmp_path).remember_tensors("inputs", found)
+    other = {**verdicts.surroundings(), "torch": "another"}
+    monkeypatch.setattr(verdicts, "surroundings", lambda: other)
+    assert of_model(tmp_path).tensors("inputs") is None
+    of_model(tmp_path).remember_tensors("inputs", {"a": found["a"]})
+    assert list((tmp_path / FOLDER).glob("*.safetensors")) == [file]  # versions do not pile up
 
 
 def test_the_verdict_of_another_model_is_none(tmp_path: Path) -> None:

@@ -53,7 +53,11 @@ from kvlinker.engines.embedded.model.weights.native_products import (
     grouped_products,
     native_products,
 )
-from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
+from kvlinker.engines.embedded.model.weights.samples import (
+    remember_inputs,
+    remembered_inputs,
+    sampled_inputs,
+)
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.engines.embedded.verdicts import Verdicts, code_beside
 from kvlinker.engines.native import build_here
@@ -151,21 +155,23 @@ def prepare_model(
 
     With ``state_inputs``, layers with a state keep all that enters of a chunk. ``name`` is the
     fingerprint of the model's files; without it that of the model is computed. Checks that
-    ``verdicts`` remember as passed are not repeated, except where the inputs of layers are needed:
-    they decide which of them are rounded to 8 bits. ``report`` takes the progress.
+    ``verdicts`` remember as passed are not repeated. ``report`` takes the progress.
     Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format
     needs a library that is not installed.
     """
-    sampling: AbstractContextManager[Mapping[nn.Module, Tensor]]
-    sampling = sampled_inputs(model) if weights == "int8" else nullcontext({})
+    rounds = weights == "int8"
+    sampled = remembered_inputs(model, verdicts) if rounds else {}
     with dropping_mapped(model):
         with watch_linears(model) as linear_calls:
             anatomy = anatomy_of(model)
-        with sampling as sampled:
-            if weights == "int8" or verdicts is None or not verdicts.passed(SELF_TEST):
+        if sampled is None or verdicts is None or not verdicts.passed(SELF_TEST):
+            sampling: AbstractContextManager[Mapping[nn.Module, Tensor]]
+            sampling = sampled_inputs(model) if rounds else nullcontext({})
+            with sampling as sampled:
                 require_exact(model, part_of(report, READ, CHECKED))
-                if verdicts is not None:
-                    verdicts.remember(SELF_TEST)
+            if verdicts is not None:
+                verdicts.remember(SELF_TEST)
+                remember_inputs(model, sampled, verdicts)
     report("arranging", CHECKED)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())

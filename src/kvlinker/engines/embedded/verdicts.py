@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 
 from kvlinker.engines import native
 from kvlinker.store.format.durability import replace_file
@@ -55,12 +58,41 @@ class Verdicts:
         except OSError as error:
             logger.warning("The model is checked again next time: %s", error)
 
+    def remember_tensors(self, check: str, found: Mapping[str, Tensor]) -> None:
+        """Remember what the check ``check``, which the model has passed, has found; it takes the
+        place of what other versions found."""
+        content = save(dict(found))
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self._place_of_tensors(check), content)
+        except OSError as error:
+            logger.warning("The model is checked again next time: %s", error)
+        else:
+            self.remember(_with_content(check, content))
+
+    def tensors(self, check: str) -> dict[str, Tensor] | None:
+        """Return what the check ``check`` has found; None if it was not passed yet."""
+        try:
+            content = self._place_of_tensors(check).read_bytes()
+            return load(content) if self.passed(_with_content(check, content)) else None
+        except (OSError, SafetensorError):
+            return None
+
+    def _place_of_tensors(self, check: str) -> Path:
+        said = json.dumps({"found by": check, "model": self._model}, sort_keys=True, default=str)
+        return self._folder / f"{blake3(said.encode()).hexdigest(16)}.safetensors"
+
     def _text(self, check: str) -> bytes:
         said = {"check": check, "model": self._model, "made by": surroundings()}
         return json.dumps(said, sort_keys=True, indent=1, default=str).encode()
 
     def _place(self, text: bytes) -> Path:
         return self._folder / f"{blake3(text).hexdigest(16)}.json"
+
+
+def _with_content(check: str, content: bytes) -> str:
+    """Return the name of the check that has found just this."""
+    return f"{check}, which found {blake3(content).hexdigest()}"
 
 
 @cache
