@@ -105,6 +105,11 @@ def test_bad_search(served: Served, subtests: pytest.Subtests) -> None:
             )
 
 
+def test_a_long_query_is_refused_by_its_characters(served: Served) -> None:
+    refused = served.post(f"{PATH}/search", {"query": "a" * 10_001})
+    assert "at most 10000 characters" in refused.json()["error"]["message"]
+
+
 def test_metadata_for_each_chunk(served: Served) -> None:
     refused = served.post(PATH, {"chunks": ["one", "two"], "metadata": [{"n": "1"}]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")

@@ -27,6 +27,7 @@ from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     ResponseBody,
     Text,
+    Unicode,
 )
 from kvlinker.doors.http.models import BodyRoute, ServedModel, ServedModelParam
 from kvlinker.prompting.documents import CONVERTERS, NoTextError, read_document
@@ -43,7 +44,7 @@ class SearchRequest(RequestBody):
 
     refuses_unknown: ClassVar[bool] = True
 
-    query: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS)]
+    query: Annotated[str, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS), Unicode]
     limit: Annotated[int, Field(ge=1, le=100)] | None = None
     metadata: Metadata | None = None
     scope: Literal["private", "shared"] | None = None

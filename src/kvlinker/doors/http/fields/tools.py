@@ -19,6 +19,7 @@ from kvlinker.doors.http.fields.bodies import (
     RequestBody,
     ResponseBody,
     Text,
+    Unicode,
     by_type,
     other_than,
 )
@@ -140,7 +141,10 @@ class CalledFunctionBody(RequestBody):
 
     name: FunctionName
     arguments: Annotated[
-        Text, StringConstraints(max_length=LONGEST_ARGUMENTS), AfterValidator(_check_arguments)
+        str,
+        StringConstraints(max_length=LONGEST_ARGUMENTS),
+        Unicode,
+        AfterValidator(_check_arguments),
     ]
 
 
