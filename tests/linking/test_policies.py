@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvlinker.base.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking import Evidence, known_policies, parse_policy
+from kvlinker.linking.selection import highest, highest_windows
 from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 
 NOTHING = Evidence()
@@ -172,6 +173,51 @@ def test_query_takes_its_share_of_all_inexact_tokens_wherever_they_stand():
         for r in (0, 14, 28, 40, 60)
     ]
     assert chosen == [[], [8], [4, 8], [4, 7, 8], [3, 4, 6, 7, 8]]
+
+
+def test_windows_are_computed_as_a_whole_and_stay_inside_a_chunk():
+    prompt = chunk_prompt(3, 8, 2, 5, fresh=2)
+    attention = np.zeros((2, len(prompt)), dtype=np.float32)
+    attention[:, 3:11] = [9, 0, 0, 4, 4, 4, 0, 8]
+    attention[:, 11:13] = [3, 9]
+    attention[:, 13:18] = [5, 0, 1, 1, 9]
+    evidence = Evidence((None,) * 4, attention)
+    chosen = []
+    for percent in (0, 1, 20, 40, 60, 80, 100):
+        mask = parse_policy(f"query-{percent}-w3").select(prompt, evidence)
+        chosen += [position for position in np.flatnonzero(mask).tolist() if position not in chosen]
+    assert chosen == [6, 7, 8, 11, 12, 15, 16, 17, 3, 4, 5, 10, 9, 13, 14]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, max_size=5),
+    st.integers(1, 50),
+    st.integers(0, 220),
+    st.integers(0, 9),
+)
+def test_windows_do_not_overlap(gaps, width, count, seed):
+    """Until none is left, each adds as many tokens as it has; so counts add up."""
+    ranges, end = [], 0
+    for gap, length in gaps:
+        ranges.append((end + gap, end + gap + length))
+        end = ranges[-1][1]
+    scores = np.random.default_rng(seed).random(end + 3, dtype=np.float32)
+    mask = highest_windows(scores, count, width, ranges)
+    inside = np.zeros(len(scores), dtype=np.bool_)
+    for begin, end in ranges:
+        inside[begin:end] = True
+    assert not (mask & ~inside).any()
+    taken = int(mask.sum())
+    assert min(count, int(inside.sum())) <= taken < count + width
+    fewer = highest_windows(scores, count // 2, width, ranges)
+    assert not (fewer & ~mask).any()
+    if width == 1:
+        assert (mask == highest(scores, count, among=inside)).all()
+    elif taken > count:  # windows alone
+        for begin, end in ranges:
+            runs = np.flatnonzero(np.diff(mask[begin:end], prepend=False, append=False))
+            own = min(width, end - begin)
+            assert all(length % own == 0 for length in np.diff(runs)[::2])
 
 
 def test_sensitive_weighs_attention_by_sensitivity():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvlinker.prompting.segments import Range
 
 DIGITS = 6
 """The number of significant digits of figures in JSON."""
@@ -54,3 +57,27 @@ def highest(
     chosen = np.zeros(len(scores), dtype=np.bool_)
     chosen[candidates[order[:count]]] = True
     return chosen
+
+
+def highest_windows(
+    scores: NDArray[np.floating], count: int, width: int, ranges: Sequence[Range]
+) -> NDArray[np.bool_]:
+    """Make the mask [tokens] of at least ``count`` tokens in windows of ``width`` neighbours inside
+    one of ``ranges``, or of all of a shorter range: one after the other those with the highest sum
+    of ``scores`` [tokens] that do not overlap. Where no window is left, the highest single
+    tokens."""
+    chosen = np.zeros(len(scores), dtype=np.bool_)
+    sums = np.full(len(scores), -np.inf)  # of the window that begins at each position
+    first, widths = np.zeros(len(scores), dtype=np.int64), np.zeros(len(scores), dtype=np.int64)
+    for begin, end in ranges:
+        own = min(width, end - begin)
+        total = np.concatenate(((0.0,), np.cumsum(scores[begin:end], dtype=np.float64)))
+        sums[begin : end - own + 1] = total[own:] - total[:-own]
+        first[begin:end], widths[begin:end] = begin, own
+    left = count
+    while width > 1 and left > 0 and np.isfinite(sums[at := int(np.argmax(sums))]):
+        own = int(widths[at])
+        chosen[at : at + own] = True
+        sums[max(at - own + 1, int(first[at])) : at + own] = -np.inf
+        left -= own
+    return chosen | highest(scores, max(left, 0), among=(widths > 0) & ~chosen)

@@ -307,14 +307,22 @@ class Prompt:
         return mask
 
     @cached_property
+    def inexact_ranges(self) -> tuple[Range, ...]:
+        """The positions [begin, end) of each chunk whose KV is not exact there, as far as they are
+        after the reused beginning."""
+        done = self.reused_tokens
+        return tuple(
+            (max(span.start, done), span.end)
+            for span in self.spans
+            if not span.exact and span.end > done
+        )
+
+    @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """A mask that is true for tokens of chunks whose KV is not exact there, after the reused
-        beginning: [length]."""
+        """A mask that is true at ``inexact_ranges``: [length]."""
         mask = np.zeros(self.length, dtype=np.bool_)
-        for span in self.spans:
-            if not span.exact:
-                mask[span.start : span.end] = True
-        mask[: self.reused_tokens] = False
+        for begin, end in self.inexact_ranges:
+            mask[begin:end] = True
         return mask
 
     @cached_property

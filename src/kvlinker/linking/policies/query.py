@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
-from kvlinker.linking.parameters import choice, percentage
+from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.policy import Needs, Policy
 from kvlinker.linking.registry import register
-from kvlinker.linking.selection import Score, highest, share
+from kvlinker.linking.selection import Score, highest_windows, share
 from kvlinker.prompting.segments import Prompt
 
 
@@ -21,12 +21,14 @@ class Query(Policy):
     mean over layers and heads, in a first pass of the fresh tokens over the cached KV (ours, after
     ProphetKV and A³). With ``sensitive``, the attention on a token counts by its sensitivity, which
     is how far its KV moved after another text when its chunk was created: nothing is spent on
-    tokens that mean the same after any text."""
+    tokens that mean the same after any text. Windows of more than one token keep what stands
+    together together: those with the most attention are computed again as a whole."""
 
     family = "query"
 
     percent: float = percentage()
     weighting: str = choice("what the attention is multiplied by", "none", "sensitive")
+    window: int = number("neighbours computed together", 1, 4096, prefix="w", default=1)
 
     @cached_property
     def needs(self) -> Needs:
@@ -37,7 +39,7 @@ class Query(Policy):
         weights = _attention(evidence)
         if self.weighting == "sensitive":
             weights = weights * _sensitivity(prompt, evidence)
-        return highest(weights, count, among=prompt.inexact)
+        return highest_windows(weights, count, self.window, prompt.inexact_ranges)
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
         positions = np.flatnonzero(prompt.inexact)

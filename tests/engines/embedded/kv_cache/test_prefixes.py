@@ -527,6 +527,7 @@ LINKING = [
     "naive",
     "legolink-4",
     "query-20",
+    "query-20-w6",
     "query-10+legolink-2",
     "cacheblend-20",
     "cachecraft-0.7",
