@@ -175,5 +175,5 @@ _SCALES = {
     "Q4_K": [(0, 1 / 36 / 8), (2, 7.5 / 36 / 8)],
     "Q6_K": [(208, 1 / 73.9 / 18.5)],
 }
-"""Of each type: where in a block its scales in fp16 stand, and by how much the deviation of weights
-is multiplied. Codes are alike, of deviation 4.6 (4 bits), 18.5 (6 bits) and 73.9 (8 bits)."""
+"""By type, where in a block its scales in fp16 stand, and by how much the deviation of weights is
+multiplied. Codes are alike, of deviation 4.6 (4 bits), 18.5 (6 bits) and 73.9 (8 bits)."""
