@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import EngineClosedError, StoreError
 from kvlinker.base.types.chunks import LAST_PLACE, Chunk, chunk_key, place_keys
 from kvlinker.linking.evidence import Variant
 from kvlinker.prompting.segments import Range
@@ -183,8 +183,9 @@ class PlaceBuilder:
             self._waiting.clear()
             self._later.clear()
             self._begin_next()
-        except Exception:
-            logger.exception("Chunks could not be computed at other places.")
+        except Exception as error:
+            told = not isinstance(error, StoreError)  # a full disk's words say all
+            logger.error("Chunks could not be computed at other places: %s", error, exc_info=told)
             self._row = None
             self._background(self._change)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.errors import EngineClosedError, StoreError
 from kvlinker.base.types.chunks import Chunk, Origin, chunk_key, place_keys, with_places
 from kvlinker.engines.contract.places import ROW, ROW_ROOM, circles, orders
 from kvlinker.linking import parse_policy
@@ -377,18 +377,21 @@ def test_a_row_that_was_cut_short_is_gone_on_with(bench, monkeypatch):
     assert places_of(made, prompt) == [[0, 1, 2, 3]] * 4
 
 
-def test_a_row_that_fails_keeps_no_other_from_being_computed(bench, monkeypatch, caplog):
+@pytest.mark.parametrize("failure", [RuntimeError, StoreError])
+def test_a_row_that_fails_keeps_no_other_from_being_computed(bench, monkeypatch, caplog, failure):
+    """The error of a store, such as a full disk, is told in one line."""
     made = bench()
     good, bad = behind_header(23, 31), behind_header(29, 37, seed=1)
     made.cache(good)
     made.cache(bad)
     enter = made.engine.scheduler.enter
-    failing = [RuntimeError("no more")]
+    failing = [failure("no more")]
     monkeypatch.setattr(
         made.engine.scheduler, "enter", lambda request: raised(failing) or enter(request)
     )
     offered(made, bad.chunks)
     assert "no more" in caplog.text
+    assert ("Traceback" in caplog.text) == (failure is RuntimeError)
     offered(made, good.chunks)
     assert places_of(made, good) == [[0, 1], [0, 1]]
     assert places_of(made, bad) == [[0], [0]]
