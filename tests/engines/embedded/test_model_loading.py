@@ -15,7 +15,7 @@ from kvlinker.engines.embedded import model_loading, verdicts
 from kvlinker.engines.embedded.execution import compiling
 from kvlinker.engines.embedded.model.loaded import LoadedModel
 from kvlinker.engines.embedded.model.weights.native_quantized import NativeInt8Matrix
-from kvlinker.engines.embedded.model_loading import load_model
+from kvlinker.engines.embedded.model_loading import load_model, prepare_model
 from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from kvlinker.settings import Settings, load_settings
 from tests.toy_models import tiny_model
@@ -119,6 +119,20 @@ def test_inputs_that_weights_in_8_bits_have_seen_are_remembered(
     third = load_model(in_bytes)
     assert checks == ["require_exact"]
     assert errors(third) == errors(first)
+
+
+@pytest.mark.parametrize("family", ["jamba-states-nope", "falcon_mamba-alone", "mixtral-moe"])
+def test_inputs_of_any_layers_are_remembered(
+    family: str, checks: list[str], tmp_path: Path
+) -> None:
+    """Of those with a state, some are transposed."""
+    loads = []
+    for _ in range(2):
+        remembered = verdicts.Verdicts(tmp_path, {"content": family})
+        model = tiny_model(family).bfloat16()
+        loads.append(prepare_model(model, None, weights="int8", name="a", verdicts=remembered))
+    assert checks.count("require_exact") == 1
+    assert errors(loads[0]) == errors(loads[1]) != []
 
 
 def int8_matrices(loaded: LoadedModel) -> list[NativeInt8Matrix]:

@@ -53,9 +53,13 @@ def remember_inputs(
     model: nn.Module, sampled: Mapping[nn.Module, Tensor], verdicts: Verdicts
 ) -> None:
     """Keep what ``sampled_inputs`` has sampled of ``model``, if anything, for its next start."""
-    names = {module: name for name, module in model.named_modules()}
-    if sampled:
-        verdicts.remember_tensors(INPUTS, {names[each]: sampled[each].clone() for each in sampled})
+    rows = {
+        name: sampled[module].clone(memory_format=torch.contiguous_format)
+        for name, module in model.named_modules()
+        if module in sampled
+    }
+    if rows:
+        verdicts.remember_tensors(INPUTS, rows)
 
 
 def remembered_inputs(
