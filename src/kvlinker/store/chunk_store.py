@@ -524,6 +524,14 @@ class ChunkStore:
         write; return whether the file then fits."""
         return self._disk is not None and self._disk.make_room(key, nbytes)
 
+    def take(self, key: str) -> ChunkKV | None:
+        """Return the KV of a file that another process has written to the disk's tier, and remove
+        it; None if there is none. No other tier ever has it."""
+        kv = None if self._disk is None else self._disk.get(key)
+        if kv is not None and self._disk is not None:
+            self._disk.delete(key)
+        return kv
+
     def share(self, key: str) -> None:
         """Bring a chunk whose file another process has written to the shared tiers that lack it, in
         the background."""

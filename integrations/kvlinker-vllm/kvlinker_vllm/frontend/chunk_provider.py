@@ -128,12 +128,11 @@ class ChunkProvider:
         hand it over in files. Raises ChunkNotStoredError where they cannot."""
         tokens, spans = row_text(chunks)
         keys = [secrets.token_hex(KEY_BYTES) for _ in spans[1:]]
-        for key, chunk in zip(keys, chunks[1:], strict=True):
-            await self._make_room(key, chunk)
+        await self._make_room(keys[0], chunks[1:])
         try:
             outcome = await self._client.run_transfer(plan_row(keys, spans[1:]), tokens)
         finally:
-            kvs = [await self._client.in_thread(self._take, key) for key in keys]
+            kvs = [await self._client.in_thread(self._store.take, key) for key in keys]
         if not outcome.linked or None in kvs:
             raise ChunkNotStoredError(
                 f"A row of {len(chunks)} chunks could not be computed and stored: see the log of"
@@ -162,7 +161,7 @@ class ChunkProvider:
                 f" most {self._longest}. Shorten it, or split it into chunks.",
                 param="chunks",
             )
-        await self._make_room(key, chunk)
+        await self._make_room(key, [chunk])
         stored = False
         if self._unrelated and chunk.scored and len(tokens) + len(self._unrelated) <= self._longest:
             stored = await self._capture(key, chunk, self._unrelated)
@@ -174,15 +173,15 @@ class ChunkProvider:
         await self._client.in_thread(self._store.share, key)
         self._refusing = False
 
-    async def _make_room(self, key: str, chunk: Chunk) -> None:
-        nbytes = (
-            len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
-        )
+    async def _make_room(self, key: str, chunks: Sequence[Chunk]) -> None:
+        """Evict until the files of ``chunks`` fit, of which ``key`` is the first one's."""
+        tokens = sum(map(len, chunks))
+        nbytes = tokens * (self._token_bytes + TOKEN_OVERHEAD_BYTES)
+        nbytes += len(chunks) * FILE_OVERHEAD_BYTES
         if not await self._client.in_thread(self._store.make_room, key, nbytes):
             raise ChunkNotStoredError(
-                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes}"
-                " bytes. Give it more disk_space, or the disk itself more room, or unpin context"
-                " caches."
+                f"There is no room for chunk {key} of {tokens} tokens, about {nbytes} bytes. Give"
+                " it more disk_space, or the disk itself more room, or unpin context caches."
             )
 
     async def _capture(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
@@ -201,12 +200,6 @@ class ChunkProvider:
             logger.warning(
                 "Prompts with chunks that are not stored are computed in full. %s", error
             )
-
-    def _take(self, key: str) -> ChunkKV | None:
-        """Return a chunk's KV, which is not stored afterwards."""
-        kv = self._store.get(key)
-        self._store.delete(key)
-        return kv
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
         """Return whether the chunk's file is there, and its scores. A chunk in a shared tier is

@@ -265,7 +265,9 @@ class TransferWorker:
             kvs = (task.alone or recorder).finish()
             if self._bound.is_first_rank:
                 keys = [chunk.key for chunk in recorder.chunks]
-                self._writing[request_id] = self._writer.submit(self._write, keys, kvs, behind)
+                self._writing[request_id] = self._writer.submit(
+                    self._write, keys, kvs, behind, keep=task.started.plan.scored
+                )
             else:
                 self._end(request_id)
         else:
@@ -274,16 +276,19 @@ class TransferWorker:
                 self._measured[request_id] = measured
             self._end(request_id)
 
-    def _write(self, keys: Sequence[str], kvs: Sequence[ChunkKV], behind: ChunkKV | None) -> bool:
+    def _write(
+        self, keys: Sequence[str], kvs: Sequence[ChunkKV], behind: ChunkKV | None, *, keep: bool
+    ) -> bool:
         """Store captured chunks, in the writer's thread, and measure the sensitivity of one that
-        was captured ``behind`` another text, too. Returns whether the disk took all. Raises
-        KVLinkerError for numbers that are not finite."""
+        was captured ``behind`` another text, too. With ``keep`` they stay in memory, as those that
+        requests ask for, and not those of a row, which the front end takes. Returns whether the
+        disk took all. Raises KVLinkerError for numbers that are not finite."""
         for kv in kvs:
             require_finite(kv)
         if behind is not None:
             require_finite(behind)
             kvs = [with_sensitivity(kvs[0], behind)]
-        taken = [self._chunks.put(key, kv) for key, kv in zip(keys, kvs, strict=True)]
+        taken = [self._chunks.put(key, kv, keep=keep) for key, kv in zip(keys, kvs, strict=True)]
         return all(taken)
 
     def _collect_written(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from kvlinker.base.events import Events
@@ -70,8 +71,9 @@ class WorkerChunks:
         with self._lock:
             if not self._index.touch(key):
                 return None
-            if self.contains(key):
-                return self._memory[key]
+            kv = self._memory[key]
+            if self._is_stored(key, kv):
+                return kv
             self._forget(key)
             return None
 
@@ -85,11 +87,11 @@ class WorkerChunks:
                 kv = self._keep(key, kv)
         return kv
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
-        """Write the chunk's file, with the KV of all workers, and keep this one's part in memory.
-        Returns whether the disk took it."""
+    def put(self, key: str, kv: ChunkKV, *, keep: bool = True) -> bool:
+        """Write the chunk's file, with the KV of all workers, and with ``keep`` have this one's
+        part in memory. Returns whether the disk took it."""
         stored = self._disk.put(key, kv)
-        if stored:
+        if stored and keep:
             self._keep(key, kv)
         return stored
 
@@ -100,6 +102,15 @@ class WorkerChunks:
             self._came.clear()
             self._evicted.clear()
             return came, evicted
+
+    def _is_stored(self, key: str, kv: ChunkKV) -> bool:
+        """Return whether the chunk's file has this KV: the front end replaces it by means over more
+        contexts."""
+        opened = self._disk.open(key)
+        if opened is None:
+            return False
+        with closing(opened):
+            return opened.contexts == kv.contexts
 
     def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep this worker's part of the KV in memory if there is room, and return it."""

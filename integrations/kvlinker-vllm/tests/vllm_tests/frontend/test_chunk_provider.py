@@ -83,3 +83,28 @@ def test_a_chunk_whose_place_was_evicted_is_that_of_its_first_place(tmp_path: Pa
     own = sized(tmp_path / "own", 0, PLENTY)
     with closing(open_store(own, Events())) as store:
         asyncio.run(provided())
+
+
+def test_a_row_evicts_for_all_of_it_and_leaves_nothing(tmp_path: Path) -> None:
+    """Not in the shared tier either."""
+    chunks = [Chunk((number, 2, 3)) for number in range(8)]
+
+    async def computed() -> None:
+        provider = provider_of(store, own.state_dir)
+        asked.clear()
+        kvs = await provider.compute_row(chunks)
+        assert len(kvs) == 7
+        assert len(asked) == 1
+        assert asked[0] > 7 * COMPUTED.nbytes
+
+    asked: list[int] = []
+    own = sized(tmp_path / "own", PLENTY, PLENTY, object_url=f"file://{tmp_path}/shared")
+    with closing(open_store(own, Events())) as store:
+        make_room = store.make_room
+        store.make_room = lambda key, nbytes: (  # type: ignore[method-assign]
+            asked.append(nbytes) or make_room(key, nbytes)  # type: ignore[func-returns-value]
+        )
+        asyncio.run(computed())
+        store.flush()
+        assert not store.keys()
+    assert not [each for each in (tmp_path / "shared").rglob("*") if each.is_file()]

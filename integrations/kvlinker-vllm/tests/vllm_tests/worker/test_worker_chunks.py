@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.store.store_chunks import chunk_kv, key_of
+from tests.store.store_chunks import chunk_kv, key_of, same_kv
 
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.sealing import NOT_SEALED
@@ -13,6 +14,7 @@ from kvlinker_vllm.worker.worker_chunks import WorkerChunks
 
 KVS = [chunk_kv(number, tokens=50) for number in range(3)]
 KEYS = [key_of(number) for number in range(3)]
+PLENTY = 1 << 30
 NONE: frozenset[str] = frozenset()
 
 
@@ -33,3 +35,26 @@ def test_what_came_and_left_is_told_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert chunks.resident(KEYS[0]) is None
     assert chunks.get(KEYS[1]) is not None
     assert chunks.take_changes() == (frozenset(KEYS[1:2]), frozenset(KEYS[:1]))
+
+
+def test_kv_that_became_a_mean_is_read_anew(tmp_path: Path) -> None:
+    """As the front end stores it: deleted, and written again under its key."""
+    chunks = WorkerChunks(tmp_path, memory_bytes=PLENTY, sealing=NOT_SEALED)
+    front_end = WorkerChunks(tmp_path, memory_bytes=0, sealing=NOT_SEALED)
+    assert chunks.put(KEYS[0], KVS[0])
+    for contexts in (2, 3, 4):
+        mean = replace(chunk_kv(contexts, tokens=50), contexts=contexts)
+        assert front_end._disk.delete(KEYS[0])
+        assert front_end.put(KEYS[0], mean)
+        assert chunks.resident(KEYS[0]) is None
+        assert same_kv(chunks.get(KEYS[0]), mean)
+        assert same_kv(chunks.resident(KEYS[0]), mean)
+
+
+def test_what_the_front_end_takes_leaves_memory_to_others(tmp_path: Path) -> None:
+    chunks = WorkerChunks(tmp_path, memory_bytes=KVS[0].nbytes, sealing=NOT_SEALED)
+    assert chunks.put(KEYS[0], KVS[0])
+    assert chunks.put(KEYS[1], KVS[1], keep=False)
+    assert chunks.resident(KEYS[0]) is not None
+    assert chunks.resident(KEYS[1]) is None
+    assert chunks.take_changes() == (frozenset(KEYS[:1]), NONE)
