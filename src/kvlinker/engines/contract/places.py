@@ -338,6 +338,8 @@ class PlaceBuilder:
         rows may come between."""
         self._row = None
         kvs = dict(zip(ordered[1:], done.result(), strict=True))
+        if not self._is_wanted(row):
+            return  # the engine had no time for it until its chunks were deleted
         for chunk in _placed(ordered, row.kept):
             kv = kvs[chunk.at_place(0)]
             if chunk.place == 1:

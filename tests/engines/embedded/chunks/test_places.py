@@ -295,6 +295,20 @@ def test_late_rows_are_not_computed_for_what_nobody_has_any_more(bench, monkeypa
     assert places_of(made, gone) == [[0], []]
 
 
+def test_a_row_that_waited_until_its_chunks_were_deleted_is_not_kept(bench, monkeypatch):
+    monkeypatch.setattr("kvlinker.engines.contract.places.WANTED_SECONDS", 0.0)
+    made = bench()
+    prompt = behind_header(23, 31)
+    made.cache(prompt)
+    with made.held() as held:
+        made.engine._places.offer(prompt.chunks, "default")
+        held.wait()
+        for chunk in prompt.chunks:
+            made.store.delete(key(made, chunk))
+    rest(made)
+    assert places_of(made, prompt) == [[], []]
+
+
 def test_tenants_have_rows_of_their_own(bench):
     made = bench()
     prompt = behind_header(23, 31)
