@@ -84,6 +84,7 @@ def test_points_join_what_both_measured() -> None:
     ("results", "message"),
     [
         ([all_answers(), times(512, 4096)], "several lengths"),
+        ([all_answers(), times(512), times(4096)], "several lengths"),
         ([all_answers(), times(4096, model="other")], "No policy"),
         ([{"command": "store", "settings": {"model": "small"}, "results": [{}]}], "neither"),
     ],

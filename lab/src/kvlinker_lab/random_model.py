@@ -172,7 +172,7 @@ _SCALES = {
     "Q4_0": [(0, 1 / 4.6)],
     "Q8_0": [(0, 1 / 73.9)],
     # a sub-block's 6 bits of scale, and of its minimum: 31.5 on average, 36 as a root mean square
-    "Q4_K": [(0, 1 / 36 / 8), (2, 7.5 / 36 / 8)],
+    "Q4_K": [(0, 1 / 36 / 7.1), (2, 7.5 / 36 / 7.1)],
     "Q6_K": [(208, 1 / 73.9 / 18.5)],
 }
 """By type, where in a block its scales in fp16 stand, and by how much the deviation of weights is

@@ -34,7 +34,7 @@ class Point:
     """The bounds of its 95% interval."""
     milliseconds: float
     """The time to the first token."""
-    speedup: float
+    speedup: float | None
     """The time of ``full`` over it."""
 
     def is_beaten(self, others: Sequence[Point]) -> bool:
@@ -79,7 +79,7 @@ def tradeoff(
             f"{point.low:.3f}",
             f"{point.high:.3f}",
             f"{point.milliseconds:.0f}",
-            f"{point.speedup:.1f}",
+            "" if point.speedup is None else f"{point.speedup:.1f}",
             "" if point.is_beaten(points) else "*",
         )
     output_console().print(table)
@@ -92,15 +92,17 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> list[Point]:
     Raises InvalidRequestError for results of another benchmark, for times of prompts of several
     lengths, and where there is no such policy.
     """
+    lengths: set[int] = set()
     times: dict[tuple[str, str], Mapping[str, Any]] = {}
     answers: dict[tuple[str, str, str], Mapping[str, Any]] = {}
     for result in results:
         rows, model = result["results"], result["settings"]["model"]
         if all("ttft_ms" in row for row in rows):
-            if len({row["context_tokens"] for row in rows}) > 1:
+            lengths |= {row["context_tokens"] for row in rows}
+            if len(lengths) > 1:
                 raise InvalidRequestError(
-                    f"Times of prompts of several lengths, which {result['command']!r} has, are no"
-                    " points: give --chunks one number.",
+                    "Times of prompts of several lengths are no points: give kvlinker bench ttft's"
+                    " --chunks one number, the same for all results.",
                     param="results",
                 )
             times |= {(model, row["policy"]): row for row in rows if row["engine"] == "embedded"}

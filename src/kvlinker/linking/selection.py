@@ -71,6 +71,8 @@ def highest_windows(
     first, widths = np.zeros(len(scores), dtype=np.int64), np.zeros(len(scores), dtype=np.int64)
     for begin, end in ranges:
         own = min(width, end - begin)
+        if not own:
+            continue
         total = np.concatenate(((0.0,), np.cumsum(scores[begin:end], dtype=np.float64)))
         sums[begin : end - own + 1] = total[own:] - total[:-own]
         first[begin:end], widths[begin:end] = begin, own
