@@ -55,10 +55,10 @@ def run(question: str, *arguments: str) -> Result:
 
 
 def test_answers_and_figures(conversation: Conversation) -> None:
-    assert answer(conversation, "Who are you?")
+    answer(conversation, "Who are you?")
     first = conversation.figures
     assert first is not None
-    # the model's own sampling may end an answer early
+    # the model's own sampling may end an answer early, before there is text
     assert first.cached == 0
     assert 1 <= first.output <= 12
     answer(conversation, "And who am I?")
