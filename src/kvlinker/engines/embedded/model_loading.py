@@ -53,11 +53,7 @@ from kvlinker.engines.embedded.model.weights.native_products import (
     grouped_products,
     native_products,
 )
-from kvlinker.engines.embedded.model.weights.samples import (
-    remember_inputs,
-    remembered_inputs,
-    sampled_inputs,
-)
+from kvlinker.engines.embedded.model.weights.samples import sampled_inputs
 from kvlinker.engines.embedded.selftest import require_exact
 from kvlinker.engines.embedded.verdicts import Verdicts, code_beside
 from kvlinker.engines.native import build_here
@@ -65,6 +61,9 @@ from kvlinker.settings import Settings, WeightFormat
 
 SELF_TEST = "self-test"
 """The name of the check among verdicts."""
+
+INPUTS = "inputs of layers"
+"""The name of what the check samples for weights in 8 bits."""
 
 READ, CHECKED = 0.2, 0.75
 """The shares of a first load's time after which a small model is read, and is checked."""
@@ -160,7 +159,7 @@ def prepare_model(
     needs a library that is not installed.
     """
     rounds = weights == "int8"
-    sampled = remembered_inputs(model, verdicts) if rounds else {}
+    sampled = _remembered_inputs(model, verdicts) if rounds else {}
     with dropping_mapped(model):
         with watch_linears(model) as linear_calls:
             anatomy = anatomy_of(model)
@@ -171,7 +170,7 @@ def prepare_model(
                 require_exact(model, part_of(report, READ, CHECKED))
             if verdicts is not None:
                 verdicts.remember(SELF_TEST)
-                remember_inputs(model, sampled, verdicts)
+                _remember_inputs(model, sampled, verdicts)
     report("arranging", CHECKED)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
@@ -209,6 +208,29 @@ def prepare_model(
         keeps_inner=state_inputs,
         program=program,
     )
+
+
+def _remember_inputs(
+    model: nn.Module, sampled: Mapping[nn.Module, Tensor], verdicts: Verdicts
+) -> None:
+    """Keep what ``sampled_inputs`` has sampled of ``model``, if anything, for its next start."""
+    rows = {
+        name: sampled[module].clone(memory_format=torch.contiguous_format)
+        for name, module in model.named_modules()
+        if module in sampled
+    }
+    if rows:
+        verdicts.remember_tensors(INPUTS, rows)
+
+
+def _remembered_inputs(
+    model: nn.Module, verdicts: Verdicts | None
+) -> Mapping[nn.Module, Tensor] | None:
+    """Return what was sampled of ``model`` at an earlier start; None if nothing was."""
+    named = None if verdicts is None else verdicts.tensors(INPUTS)
+    if named is None:
+        return None
+    return {model.get_submodule(name): rows for name, rows in named.items()}
 
 
 def quicken_model(

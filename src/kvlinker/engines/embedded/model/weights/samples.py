@@ -12,10 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engines.embedded.model.weights.experts import ExpertsForm
-from kvlinker.engines.embedded.verdicts import Verdicts
-
-INPUTS = "inputs of layers"
-"""The name of what is sampled among verdicts."""
 
 SAMPLED_ROWS = 32
 """The largest number of rows of a layer's inputs that are kept, at equal distances in a pass."""
@@ -47,26 +43,3 @@ def _sample(
     if len(rows) > most.get(module, 0):
         most[module] = len(rows)
         sampled[module] = rows[:: -(-len(rows) // SAMPLED_ROWS)].to("cpu", torch.bfloat16)
-
-
-def remember_inputs(
-    model: nn.Module, sampled: Mapping[nn.Module, Tensor], verdicts: Verdicts
-) -> None:
-    """Keep what ``sampled_inputs`` has sampled of ``model``, if anything, for its next start."""
-    rows = {
-        name: sampled[module].clone(memory_format=torch.contiguous_format)
-        for name, module in model.named_modules()
-        if module in sampled
-    }
-    if rows:
-        verdicts.remember_tensors(INPUTS, rows)
-
-
-def remembered_inputs(
-    model: nn.Module, verdicts: Verdicts | None
-) -> Mapping[nn.Module, Tensor] | None:
-    """Return what was sampled of ``model`` at an earlier start; None if nothing was."""
-    named = None if verdicts is None else verdicts.tensors(INPUTS)
-    if named is None:
-        return None
-    return {model.get_submodule(name): rows for name, rows in named.items()}
