@@ -3,15 +3,14 @@ that size are at hand?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
-
-from kvlinker.base.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Layout:
     tied: bool
 
     def tensors(self, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Return the names and shapes of all tensors, the outputs first."""
+        """Return the names of all tensors, and their shapes: [outputs, inputs] of a matrix."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "token_embd.weight", (vocabulary, self.hidden)
         for layer in range(self.layers):
@@ -61,7 +60,7 @@ LAYOUTS = {
 }
 """As the configurations of these models on the hub say."""
 
-FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
+Weights = Literal["Q4_0", "Q4_K_M", "Q8_0", "BF16"]
 
 
 def random_model(
@@ -69,18 +68,15 @@ def random_model(
     tokenizer: Annotated[
         Path, typer.Option(help="A GGUF file with the tokenizer and the chat template.")
     ],
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(LAYOUTS)}.")] = "qwen3-8b",
-    weights: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "Q4_K_M",
-    seed: Annotated[int, typer.Option(help="Another seed gives other weights.")] = 0,
+    layout: Annotated[
+        Literal["qwen2.5-3b", "qwen3-8b"], typer.Option(help="The model whose sizes it has.")
+    ] = "qwen3-8b",
+    weights: Annotated[Weights, typer.Option(help="The format of its weights.")] = "Q4_K_M",
 ) -> None:
     """Write a large model with random weights, in the layout and format of a real one."""
     from gguf import GGUFReader, GGUFWriter
     from rich.progress import track
 
-    if layout not in LAYOUTS:
-        raise InvalidRequestError(f"No layout {layout!r}: {', '.join(LAYOUTS)}.", param="layout")
-    if weights not in FORMATS:
-        raise InvalidRequestError(f"No format {weights!r}: {', '.join(FORMATS)}.", param="weights")
     sizes = LAYOUTS[layout]
     writer = GGUFWriter(file, sizes.architecture)
     vocabulary = _copy_tokenizer(GGUFReader(tokenizer), writer)
@@ -95,12 +91,12 @@ def random_model(
     writer.add_value_length(sizes.head_dim)
     writer.add_rope_freq_base(1e6)
     writer.add_layer_norm_rms_eps(1e-6)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     tensors = list(sizes.tensors(vocabulary))
     kinds = [_kind(name, shape, weights, sizes) for name, shape in tensors]
     for (name, shape), kind in zip(tensors, kinds, strict=True):
-        row = np.empty((*shape[:-1], _row_bytes(kind, shape[-1])), dtype=np.uint8)
-        writer.add_tensor_info(name, row.shape, row.dtype, row.nbytes, raw_dtype=kind)
+        stored = (*shape[:-1], _row_bytes(kind, shape[-1]))
+        writer.add_tensor_info(name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -120,7 +116,7 @@ def _copy_tokenizer(reader: Any, writer: Any) -> int:
     return len(reader.fields["tokenizer.ggml.tokens"].data)
 
 
-def _kind(name: str, shape: tuple[int, ...], weights: str, sizes: Layout) -> Any:
+def _kind(name: str, shape: tuple[int, ...], weights: Weights, sizes: Layout) -> Any:
     """Return the type in which a file of that format has the tensor, as llama.cpp quantises it."""
     from gguf import GGMLQuantizationType as Kind
 
