@@ -76,10 +76,11 @@ def highest_windows(
         total = np.concatenate(((0.0,), np.cumsum(scores[begin:end], dtype=np.float64)))
         sums[begin : end - own + 1] = total[own:] - total[:-own]
         first[begin:end], widths[begin:end] = begin, own
-    left = count
-    while width > 1 and left > 0 and np.isfinite(sums[at := int(np.argmax(sums))]):
+    missing = count
+    # windows of one token are the highest tokens, which need no search one by one
+    while width > 1 and missing > 0 and np.isfinite(sums[at := int(np.argmax(sums))]):
         own = int(widths[at])
         chosen[at : at + own] = True
         sums[max(at - own + 1, int(first[at])) : at + own] = -np.inf
-        left -= own
-    return chosen | highest(scores, max(left, 0), among=(widths > 0) & ~chosen)
+        missing -= own
+    return chosen | highest(scores, max(missing, 0), among=(widths > 0) & ~chosen)

@@ -527,9 +527,10 @@ class ChunkStore:
     def take(self, key: str) -> ChunkKV | None:
         """Return the KV of a file that another process has written to the disk's tier, and remove
         it; None if there is none. No other tier ever has it."""
-        kv = None if self._disk is None else self._disk.get(key)
-        if kv is not None and self._disk is not None:
-            self._disk.delete(key)
+        if self._disk is None:
+            return None
+        kv = self._disk.get(key)
+        self._disk.delete(key)
         return kv
 
     def share(self, key: str) -> None:

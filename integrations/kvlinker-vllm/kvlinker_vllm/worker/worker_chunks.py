@@ -66,8 +66,8 @@ class WorkerChunks:
         )  # not Path's, which raises what the file system does
 
     def resident(self, key: str) -> ChunkKV | None:
-        """Return this worker's part of the chunk's KV if it is in memory, and the chunk still in
-        the folder."""
+        """Return this worker's part of the chunk's KV if it is in memory, and still that of the
+        chunk's file."""
         with self._lock:
             if not self._index.touch(key):
                 return None

@@ -184,8 +184,9 @@ class PlaceBuilder:
             self._later.clear()
             self._begin_next()
         except Exception as error:
-            told = not isinstance(error, StoreError)  # a full disk's words say all
-            logger.error("Chunks could not be computed at other places: %s", error, exc_info=told)
+            is_fault = not isinstance(error, StoreError)  # that of a full disk says all in words
+            message = "Chunks could not be computed at other places: %s"
+            logger.error(message, error, exc_info=is_fault)
             self._row = None
             self._background(self._change)
 

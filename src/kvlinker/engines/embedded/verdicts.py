@@ -52,22 +52,13 @@ class Verdicts:
     def remember(self, check: str) -> None:
         """Remember that the model has passed the check ``check``."""
         text = self._text(check)
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(self._place(text), text)
-        except OSError as error:
-            logger.warning("The model is checked again next time: %s", error)
+        self._write(self._place(text), text)
 
     def remember_tensors(self, check: str, found: Mapping[str, Tensor]) -> None:
         """Remember what the check ``check``, which the model has passed, has found; it takes the
         place of what other versions found."""
         content = save(dict(found))
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(self._place_of_tensors(check), content)
-        except OSError as error:
-            logger.warning("The model is checked again next time: %s", error)
-        else:
+        if self._write(self._place_of_tensors(check), content):
             self.remember(_with_content(check, content))
 
     def tensors(self, check: str) -> dict[str, Tensor] | None:
@@ -77,6 +68,16 @@ class Verdicts:
             return load(content) if self.passed(_with_content(check, content)) else None
         except (OSError, SafetensorError):
             return None
+
+    def _write(self, place: Path, content: bytes) -> bool:
+        """Write a file of the folder; return whether the disk took it."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(place, content)
+        except OSError as error:
+            logger.warning("The model is checked again next time: %s", error)
+            return False
+        return True
 
     def _place_of_tensors(self, check: str) -> Path:
         said = json.dumps({"found by": check, "model": self._model}, sort_keys=True, default=str)

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from tests.store.store_chunks import chunk_kv, same_kv, sized
 
 from kvlinker.base.events import Events
@@ -85,13 +86,14 @@ def test_a_chunk_whose_place_was_evicted_is_that_of_its_first_place(tmp_path: Pa
         asyncio.run(provided())
 
 
-def test_a_row_evicts_for_all_of_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_row_evicts_for_all_of_it_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not in the shared tier either."""
     chunks = [Chunk((number, 2, 3)) for number in range(8)]
 
     async def computed() -> None:
         provider = provider_of(store, own.state_dir)
-        asked.clear()
         kvs = await provider.compute_row(chunks)
         assert len(kvs) == 7
         assert len(asked) == 1
@@ -101,9 +103,12 @@ def test_a_row_evicts_for_all_of_it_and_leaves_nothing(tmp_path: Path) -> None:
     own = sized(tmp_path / "own", PLENTY, PLENTY, object_url=f"file://{tmp_path}/shared")
     with closing(open_store(own, Events())) as store:
         make_room = store.make_room
-        store.make_room = lambda key, nbytes: (  # type: ignore[method-assign]
-            asked.append(nbytes) or make_room(key, nbytes)  # type: ignore[func-returns-value]
-        )
+
+        def counted(key: str, nbytes: int) -> bool:
+            asked.append(nbytes)
+            return make_room(key, nbytes)
+
+        monkeypatch.setattr(store, "make_room", counted)
         asyncio.run(computed())
         store.flush()
         assert not store.keys()
