@@ -17,7 +17,6 @@ namespace {
 constexpr int CACHE_LINE = 64;                   // bytes
 constexpr int ROWS_TOGETHER = 6;
 constexpr int ROWS_WIDENED = 512;                // the most whose inputs are widened at once
-constexpr int SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
 constexpr int AHEAD = 16384;                     // bytes, where a block is read once
 
 inline int64_t groups_of(const Product& product) { return round_up(product.width, product.group) / product.group; }
@@ -42,9 +41,9 @@ struct Fetch {
 };
 
 // The vectors of a block's outputs that are added to at once for so many rows.
-constexpr int panel_of(int rows) {
+constexpr int panel_of(int rows, int sums) {
     int vectors = VECTORS;
-    while (vectors > 1 && vectors * rows > SUMS) vectors /= 2;
+    while (vectors > 1 && vectors * rows > sums) vectors /= 2;
     return vectors;
 }
 
@@ -52,7 +51,7 @@ constexpr int panel_of(int rows) {
 template <typename Step, typename Form, int ROWS>
 void multiply(const Product& product, const OutputBlock& block, const Inputs<typename Step::Number>& inputs,
               int64_t first_row, Fetch fetch) {
-    constexpr int PANEL = panel_of(ROWS);
+    constexpr int PANEL = panel_of(ROWS, Step::SUMS);
     const int64_t groups = groups_of(product);
     for (int first = 0; first < VECTORS; first += PANEL) {
         const auto* numbers = inputs.numbers + first_row * inputs.stride;

@@ -14,9 +14,7 @@ inline Floats load_f16(const uint8_t* from) {
 #elif defined(__aarch64__)
     return (Floats)vcvt_f32_f16(load<float16x4_t>(from));
 #else
-    const Words bits = __builtin_convertvector(load<Rounded>(from), Words);
-    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias is 112 less
-    return (Floats)((Words)size | (bits & 0x8000) << 16);
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
 #endif
 }
 

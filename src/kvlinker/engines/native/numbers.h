@@ -16,7 +16,6 @@ inline Words broadcast_number(const bf16* from) { return broadcast_pair(from); }
 inline Floats broadcast_number(const float* from) { return floats(*from); }
 
 inline Floats add_product(Floats sum, Words one, Words other) { return add_dot(sum, one, other); }
-inline Words add_product(Words sum, Words one, Words other) { return add_dot(sum, one, other); }
 inline Floats add_product(Floats sum, Floats one, Floats other) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);

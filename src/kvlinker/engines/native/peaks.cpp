@@ -3,6 +3,11 @@
 
 namespace {
 
+using ::add_product;
+
+// Codes of 6 bits, or fewer.
+inline Words add_product(Words sum, Words codes, Words others) { return add_dots<63, 1>(sum, {codes}, {others}); }
+
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
 
 struct Peak {
@@ -14,6 +19,16 @@ struct Peak {
     int64_t operations;    // that each step has: written
 };
 
+// Keeps the compiler from taking a product for the last one's.
+template <typename Vector>
+void renew(Vector& vector) {
+#if defined(__aarch64__)
+    asm volatile("" : "+w"(vector));
+#else
+    asm volatile("" : "+v"(vector));
+#endif
+}
+
 // Each thread adds products of vectors, of so many numbers in a lane, to as many sums as registers hold.
 template <typename Sum, typename Factors>
 void multiply(Peak* peak, int in_lane) {
@@ -22,10 +37,14 @@ void multiply(Peak* peak, int in_lane) {
     for (int64_t thread = 0; thread < peak->threads; ++thread) {
         Sum sums[SUMS];  // which differ, lest the compiler takes one for all
         for (int i = 0; i < SUMS; ++i) sums[i] = load<Sum>(peak->numbers + i * LANES);
-        const auto one = load<Factors>(peak->numbers), other = load<Factors>(peak->numbers + LANES);
+        auto one = load<Factors>(peak->numbers);
+        const auto other = load<Factors>(peak->numbers + LANES);
         for (int64_t step = 0; step < peak->steps; ++step)
 #pragma GCC unroll 24
-            for (int i = 0; i < SUMS; ++i) sums[i] = add_product(sums[i], one, other);
+            for (int i = 0; i < SUMS; ++i) {
+                sums[i] = add_product(sums[i], one, other);
+                renew(one);
+            }
         float total = 0.0f;
         for (const Sum& sum : sums) total += sum_of(sum);
         peak->sums[thread] = total;

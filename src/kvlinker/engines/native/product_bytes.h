@@ -24,20 +24,27 @@ struct BytesStep {
     using Number = int8_t;
     using Sum = Words;
     static constexpr int INPUTS = Form::INPUTS, BYTES = Form::WORDS * STEP;
+    static constexpr int SUMS = SUMS_IN_16_BITS ? 8 : MOST_SUMS;  // which leaves registers for what they are made of
+    static constexpr int MOST = Form::OFFSET ? 2 * Form::OFFSET - 1 : MOST_BYTE;
+    static constexpr int TOGETHER = std::min(INPUTS / 4, WORDS_TOGETHER<MOST>);
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Words (&sums)[ROWS][PANEL], const uint8_t* at, const int8_t* inputs,
                                            int64_t stride) {
 #pragma GCC unroll 8
-        for (int part = 0; part < INPUTS / 4; ++part) {
-            Words bytes[PANEL];
+        for (int part = 0; part < INPUTS / 4; part += TOGETHER) {
+            Words bytes[PANEL][TOGETHER];
 #pragma GCC unroll 16
-            for (int v = 0; v < PANEL; ++v) bytes[v] = Form::bytes_of(at + v * VECTOR, part);
+            for (int v = 0; v < PANEL; ++v)
+#pragma GCC unroll 8
+                for (int i = 0; i < TOGETHER; ++i) bytes[v][i] = Form::bytes_of(at + v * VECTOR, part + i);
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; ++row) {
-                const Words four = broadcast_word(inputs + part * 4 + row * stride);
+                Words others[TOGETHER];
+#pragma GCC unroll 8
+                for (int i = 0; i < TOGETHER; ++i) others[i] = broadcast_word(inputs + (part + i) * 4 + row * stride);
 #pragma GCC unroll 16
-                for (int v = 0; v < PANEL; ++v) sums[row][v] = add_dot(sums[row][v], bytes[v], four);
+                for (int v = 0; v < PANEL; ++v) sums[row][v] = add_dots<MOST>(sums[row][v], bytes[v], others);
             }
             if (ROWS > 1) asm volatile("" ::: "memory");  // words are read again, not kept
         }

@@ -9,6 +9,7 @@
 constexpr int BLOCK = 64;                      // outputs; model/weights/blocks.py lays them out
 constexpr int VECTORS = BLOCK / LANES;         // of a block's outputs
 constexpr int STEP = BLOCK * sizeof(int32_t);  // bytes of a step
+constexpr int MOST_SUMS = REGISTERS == 32 ? 24 : 12;  // vectors that are added to at once
 
 // A header's numbers.
 inline Floats header_at(const uint8_t* header, int vector) {
@@ -109,7 +110,7 @@ struct Inputs {
 struct PairsStep {
     using Number = bf16;
     using Sum = Floats;
-    static constexpr int INPUTS = 2, BYTES = STEP;
+    static constexpr int INPUTS = 2, BYTES = STEP, SUMS = MOST_SUMS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,
@@ -130,7 +131,7 @@ struct PairsStep {
 struct FloatsStep {
     using Number = float;
     using Sum = Floats;
-    static constexpr int INPUTS = 1, BYTES = STEP;
+    static constexpr int INPUTS = 1, BYTES = STEP, SUMS = MOST_SUMS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
@@ -158,7 +159,7 @@ template <typename Form>
 struct WideningStep {
     using Number = float;
     using Sum = Floats;
-    static constexpr int INPUTS = Form::INPUTS, BYTES = STEP;
+    static constexpr int INPUTS = Form::INPUTS, BYTES = STEP, SUMS = MOST_SUMS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const float* inputs,
@@ -180,7 +181,7 @@ struct WideningStep {
 struct LookingUpStep {
     using Number = bf16;
     using Sum = Floats;
-    static constexpr int INPUTS = In8Bits::INPUTS, BYTES = STEP;
+    static constexpr int INPUTS = In8Bits::INPUTS, BYTES = STEP, SUMS = MOST_SUMS;
 
     template <int ROWS, int PANEL>
     [[gnu::always_inline]] static void add(Floats (&sums)[ROWS][PANEL], const uint8_t* at, const bf16* inputs,

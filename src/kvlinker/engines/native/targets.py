@@ -38,12 +38,14 @@ _AVX512 = ("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "fma3")
 _AVX512_OPTIONS = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
 _VNNI, _VNNI_OPTIONS = (*_AVX512, "avx512_vnni"), f"{_AVX512_OPTIONS} -mavx512vnni"
 
+_AVX2, _AVX2_OPTIONS = ("avx2", "fma3", "f16c"), "-mavx2 -mfma -mf16c"
+
 TARGETS = (
     Target("avx512-bf16", (*_VNNI, "avx512_bf16"), f"{_VNNI_OPTIONS} -mavx512bf16", True),
     Target("avx512-vnni", _VNNI, _VNNI_OPTIONS),
     Target("avx512", _AVX512, _AVX512_OPTIONS),
-    Target("avx2-vnni", ("avx2", "fma3", "avx_vnni"), "-mavx2 -mfma -mavxvnni"),
-    Target("avx2", ("avx2", "fma3"), "-mavx2 -mfma"),
+    Target("avx2-vnni", (*_AVX2, "avx_vnni"), f"{_AVX2_OPTIONS} -mavxvnni"),
+    Target("avx2", _AVX2, _AVX2_OPTIONS),
     Target("neon-bf16", ("neon", "bf16", "dot"), "-march=armv8.2-a+bf16+dotprod", True),
     Target("neon-dot", ("neon", "dot"), "-march=armv8.2-a+dotprod"),
     Target("neon", ("neon",), "-march=armv8-a"),

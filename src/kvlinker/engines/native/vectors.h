@@ -151,36 +151,62 @@ inline Floats add_dot(Floats sum, Words pairs, Words others) {
 
 #endif
 
-// sum + the products of the bytes of each word, four, exactly. The bytes are unsigned, but where SIGNED_BYTES; the others
-// are signed, and none is -128.
-#if defined(__aarch64__)
+// Where there is no instruction for four bytes, two products become a sum of 16 bits first, which holds several of them if
+// codes are small.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define SUMS_IN_16_BITS 1
+#else
+#define SUMS_IN_16_BITS 0
+#endif
+
+#if defined(__aarch64__) || SUMS_IN_16_BITS
 constexpr bool SIGNED_BYTES = true;
 #else
 constexpr bool SIGNED_BYTES = false;
 #endif
 
-inline Words add_dot(Words sum, Words bytes, Words others) {
+// How many words of codes up to MOST, times others, are added at once.
+template <int MOST>
+constexpr int WORDS_TOGETHER = SUMS_IN_16_BITS ? std::max(1, INT16_MAX / (2 * MOST * INT8_MAX)) : 1;
+
+// sum + the products of the bytes of each word, four, exactly; of COUNT words. None of the bytes is above MOST; they are
+// unsigned, but where SIGNED_BYTES and MOST is 127. The others are signed, and none is -128.
+template <int MOST, int COUNT>
+[[gnu::always_inline]] inline Words add_dots(Words sum, const Words (&bytes)[COUNT], const Words (&others)[COUNT]) {
+#if SUMS_IN_16_BITS
+    static_assert(COUNT <= WORDS_TOGETHER<MOST>);
+    __m256i pairs = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) {
+        const auto one = (__m256i)bytes[i], other = (__m256i)others[i];
+        if constexpr (MOST < INT8_MAX)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(one, other));
+        else
+            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(one), _mm256_sign_epi8(other, one));
+    }
+    return sum + (Words)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) {
 #if defined(__AVX512VNNI__)
-    return (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes, (__m512i)others);
+        sum = (Words)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)bytes[i], (__m512i)others[i]);
 #elif defined(__AVXVNNI__)
-    return (Words)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes, (__m256i)others);
+        sum = (Words)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)bytes[i], (__m256i)others[i]);
 #elif defined(__ARM_FEATURE_DOTPROD)
-    return (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)bytes, (int8x16_t)others);
+        sum = (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)bytes[i], (int8x16_t)others[i]);
 #elif defined(__aarch64__)
-    const auto one = (int8x16_t)bytes, other = (int8x16_t)others;
-    const int16x8_t low = vmull_s8(vget_low_s8(one), vget_low_s8(other)), high = vmull_high_s8(one, other);
-    return (Words)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+        const auto one = (int8x16_t)bytes[i], other = (int8x16_t)others[i];
+        const int16x8_t low = vmull_s8(vget_low_s8(one), vget_low_s8(other)), high = vmull_high_s8(one, other);
+        sum = (Words)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 #else
-    using Numbers = VectorOf<int16_t, VECTOR>::type;
-    const auto even = (Numbers)(bytes & 0xff00ff), odd = (Numbers)(bytes >> 8 & 0xff00ff);
-    const auto other_even = (Numbers)(others << 8) >> 8, other_odd = (Numbers)others >> 8;
-#if defined(__AVX512F__)
-    sum += (Words)_mm512_madd_epi16((__m512i)even, (__m512i)other_even);
-    return sum + (Words)_mm512_madd_epi16((__m512i)odd, (__m512i)other_odd);
-#else
-    sum += (Words)_mm256_madd_epi16((__m256i)even, (__m256i)other_even);
-    return sum + (Words)_mm256_madd_epi16((__m256i)odd, (__m256i)other_odd);
+        using Numbers = VectorOf<int16_t, VECTOR>::type;
+        const auto even = (Numbers)(bytes[i] & 0xff00ff), odd = (Numbers)(bytes[i] >> 8 & 0xff00ff);
+        const auto other_even = (Numbers)(others[i] << 8) >> 8, other_odd = (Numbers)others[i] >> 8;
+        sum += (Words)_mm512_madd_epi16((__m512i)even, (__m512i)other_even);
+        sum += (Words)_mm512_madd_epi16((__m512i)odd, (__m512i)other_odd);
 #endif
+    }
+    return sum;
 #endif
 }
 

@@ -17,6 +17,7 @@ from kvlinker.engines.embedded.model.weights.matrices import (
     BlockedMatrix,
     Matrix,
     PackedMatrix,
+    packs,
 )
 from kvlinker.engines.embedded.model.weights.native_quantized import (
     NativeInt4Matrix,
@@ -34,7 +35,14 @@ needs_blocks = pytest.mark.skipif(
     reason="oneDNN multiplies with AMX, or orders weights otherwise",
 )
 
-KINDS: list[type[Matrix]] = [PackedMatrix, BlockedMatrix, NativeInt8Matrix, NativeInt4Matrix]
+needs_packing = pytest.mark.skipif(
+    not packs(torch.bfloat16, torch.device("cpu")), reason="the CPU has no packed bf16 weights"
+)
+
+KINDS = [
+    pytest.param(PackedMatrix, marks=needs_packing),
+    *(BlockedMatrix, NativeInt8Matrix, NativeInt4Matrix),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +139,7 @@ def test_no_rows_and_as_many_as_native_code_takes(
         # GCC 12 has two of the 24 sums elsewhere for a while, though registers are left.
         ("avx512-vnni", "9BytesStepI7In4BitsE", "vpdpbusd", 48, 6),
         ("avx2-vnni", "9BytesStepI7In8BitsE", "vpdpbusd", 12, 0),
+        ("avx2", "9BytesStepI7In4BitsE", "vpmaddubsw", 12, 0),
     ],
 )
 def test_six_rows_keep_their_sums_in_registers(
@@ -170,6 +179,7 @@ def test_amx_multiplies_many_rows(kind: type[Matrix], monkeypatch: pytest.Monkey
     torch.testing.assert_close(kind(weight).multiply(hidden, None), usual, rtol=0.02, atol=0.3)
 
 
+@needs_packing
 def test_amx_multiplies_any_rows_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
@@ -178,6 +188,7 @@ def test_amx_multiplies_any_rows_in_bf16(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+@needs_packing
 def test_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "bf16_blocks", lambda rows: rows.reshape(1, -1))
     monkeypatch.setattr(matrices, "_READABLE", {})
