@@ -127,7 +127,8 @@ def test_states_of_another_shape_are_computed_anew(bench, caplog, family, change
     }[change]
     made.store.delete(key)
     made.store.put(key, replace(kv, states=tuple(states)))
-    assert made.answer(prompt, "random-40").logprobs == expected.logprobs
+    found = made.answer(prompt, "random-40")
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=2e-5, rtol=0)
     assert key in caplog.text
 
 
